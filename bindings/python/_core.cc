@@ -1,7 +1,6 @@
 // farandole._core: the C ABI as Python classes, which read arrays and hold what they borrow. Its
 // names are private; the package farandole gives them meaning (the types are described in
 // farandole/_core.pyi).
-#include <cxxabi.h>
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -22,11 +21,11 @@ using farandole::python::Array;
 using farandole::python::Context;
 using farandole::python::Gradients;
 using farandole::python::GradientSlot;
+using farandole::python::Guarded;
 using farandole::python::Options;
 using farandole::python::ResultMemory;
 using farandole::python::Submission;
 using farandole::python::TorchFunctions;
-using farandole::python::Work;
 
 namespace {
 
@@ -50,7 +49,7 @@ farandole_params ToParams(int kind, int op, double prescale, double postscale, i
 /// How many rows go to each rank, as users give them: an array of integers, or what NumPy makes one
 /// of. The C ABI is not told how many numbers params.splits has.
 /// @throw ValueError, in Horovod's words.
-std::optional<std::vector<int64_t>> ToSplits(const py::object& splits, const Options& options,
+std::optional<std::vector<int64_t>> ToSplits(py::handle splits, const Options& options,
                                              size_t tensors, const Context& context) {
   if (splits.is_none()) return std::nullopt;
   const std::string function = options.FunctionName();
@@ -92,24 +91,14 @@ T& SelfOf(PyObject* self) {
   return *held.value_ptr<T>();
 }
 
-/// Gives null with Python's exception for what `call` throws.
-template <class Call>
-PyObject* Guarded(const Call& call) {
-  try {
-    return call().release().ptr();
-  } catch (abi::__forced_unwind&) {  // the interpreter ends, and with it this thread
-    throw;
-  } catch (const py::cast_error& error) {
-    PyErr_SetString(PyExc_TypeError, error.what());
-    return nullptr;
-  } catch (...) {
-    py::detail::try_translate_exceptions();
-    return nullptr;
-  }
+template <class T>
+bool IsA(PyObject* object) {
+  static PyObject* const type = py::type::of<T>().release().ptr();
+  return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(type)) != 0;
 }
 
-/// The arguments of Context.submit by position or by name; None for what is left out.
-using SubmitArguments = std::array<py::object, 10>;
+/// The arguments of Context.submit by position or by name, borrowed; None for what is left out.
+using SubmitArguments = std::array<py::handle, 10>;
 SubmitArguments ReadArguments(PyObject* const* args, Py_ssize_t count, PyObject* names) {
   static constexpr std::array<const char*, 10> kNames = {
       "options", "tensors", "name", "how", "finish", "labels", "failed", "splits", "out", "rows"};
@@ -127,20 +116,22 @@ SubmitArguments ReadArguments(PyObject* const* args, Py_ssize_t count, PyObject*
       if (at == kNames.size() || read[at])
         throw py::type_error("submit: argument " + std::string(py::repr(name)));
     }
-    read[at] = py::reinterpret_borrow<py::object>(args[i]);
+    read[at] = args[i];
   }
   if (!read[0] || !read[1] || !read[2])
     throw py::type_error("submit: options, tensors or name is missing");
-  for (py::object& one : read)
-    if (!one) one = py::none();
+  for (py::handle& one : read)
+    if (!one) one = Py_None;
   return read;
 }
 
 PyObject* Submit(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* names) {
   return Guarded([&] {
-    auto [given, tensors, name, flags, finish, labels, failed, splits, out, expected] =
+    const auto [given, tensors, name, flags, finish, labels, failed, splits, out, expected] =
         ReadArguments(args, count, names);
-    const auto& options = given.cast<const Options&>();
+    if (!IsA<Options>(given.ptr()))
+      throw py::type_error("submit: options must be Options, not " + std::string(py::repr(given)));
+    const Options& options = SelfOf<Options>(given.ptr());
     const int how = flags.is_none() ? 0 : flags.cast<int>();
     const bool is_group = (how & kGroup) != 0;
     auto& context = SelfOf<Context>(self);
@@ -153,21 +144,110 @@ PyObject* Submit(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObje
         throw py::value_error("rows has " + std::to_string(rows.size()) + " numbers; expected " +
                               std::to_string(many * ranks));
     }
-    auto numbers = ToSplits(splits, options, many, context);
-    return context.Submit({options, std::move(tensors), std::move(name), is_group,
-                           (how & kInPlace) != 0, (how & kBlocks) != 0, (how & kInternal) != 0,
-                           std::move(finish), std::move(labels), std::move(failed),
-                           std::move(numbers), std::move(out), std::move(rows)});
+    return context.Submit({options, tensors, name, is_group, (how & kInPlace) != 0,
+                           (how & kBlocks) != 0, (how & kInternal) != 0, finish, labels, failed,
+                           ToSplits(splits, options, many, context), out, std::move(rows)});
   });
 }
 
-PyObject* Wait(PyObject* self, PyObject* /*unused*/) {
-  return Guarded([&] { return SelfOf<Work>(self).Wait(); });
-}
+/// Most allreduces, in one call of C: of one tensor, over all ranks, without factors, in the
+/// context of the thread. Whatever else is asked for, and whatever is wrong, is left to the
+/// frontend, which also makes the options. Refers to the frontend's own variables, which it reads
+/// at each call.
+class PlainReduction {
+ public:
+  /// See _core.pyi. Lives as long as the process.
+  static py::object Make(int kind, int how, py::type type, py::object of_thread, py::object process,
+                         py::object global_set, py::object options) {
+    auto* const made = new PlainReduction{kind,
+                                          how,
+                                          std::move(type),
+                                          std::move(of_thread),
+                                          std::move(process),
+                                          std::move(global_set),
+                                          std::move(options)};
+    static PyMethodDef method = {"plain_reduction",
+                                 reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&Call)),
+                                 METH_FASTCALL, nullptr};
+    const auto self = py::reinterpret_steal<py::object>(PyCapsule_New(made, nullptr, nullptr));
+    if (!self) throw py::error_already_set();
+    auto function = py::reinterpret_steal<py::object>(PyCFunction_New(&method, self.ptr()));
+    if (!function) throw py::error_already_set();
+    return function;
+  }
 
-PyObject* Poll(PyObject* self, PyObject* /*unused*/) {
-  return Guarded([&] { return py::bool_(SelfOf<Work>(self).Poll()); });
-}
+ private:
+  PlainReduction(int kind, int how, py::object type, py::object of_thread, py::object process,
+                 py::object global_set, py::object options)
+      : kind_(kind),
+        how_(how),
+        type_(std::move(type)),
+        of_thread_(std::move(of_thread)),
+        process_(std::move(process)),
+        global_set_(std::move(global_set)),
+        options_(std::move(options)) {}
+
+  /// (tensor, average, name, op, prescale_factor, postscale_factor, process_set)
+  static PyObject* Call(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+    return Guarded([&] {
+      auto& call = *static_cast<PlainReduction*>(PyCapsule_GetPointer(self, nullptr));
+      if (count != 7) throw py::type_error("plain_reduction: expected 7 arguments");
+      return call.Start(args);
+    });
+  }
+
+  py::object Start(PyObject* const* args) {
+    const auto& [tensor, average, name, op, prescale, postscale, set] =
+        *reinterpret_cast<PyObject* const(*)[7]>(args);
+    auto* const type = reinterpret_cast<PyTypeObject*>(type_.ptr());
+    if (average != Py_None || set != global_set_.ptr() || !IsOne(prescale) || !IsOne(postscale) ||
+        PyObject_TypeCheck(tensor, type) == 0)
+      return py::none();
+    const Options* const options = OptionsFor(op);
+    const py::object core = Core();
+    if (options == nullptr || !core || !IsA<Context>(core.ptr())) return py::none();
+    auto& context = SelfOf<Context>(core.ptr());
+    if (!context.is_open()) return py::none();
+    return context.Submit({*options, tensor, name, false, (how_ & kInPlace) != 0,
+                           (how_ & kBlocks) != 0, false, Py_None, Py_None, Py_None});
+  }
+
+  static bool IsOne(PyObject* factor) {
+    return PyFloat_CheckExact(factor) && PyFloat_AS_DOUBLE(factor) == 1.0;
+  }
+
+  /// Of None and the small numbers, kept; nullptr for the rest.
+  const Options* OptionsFor(PyObject* op) {
+    size_t at = 0;
+    if (op != Py_None) {
+      const long number = PyLong_CheckExact(op) ? PyLong_AsLong(op) : -1;
+      if (number < 0 || number >= static_cast<long>(by_op_.size()) - 1) return nullptr;
+      at = static_cast<size_t>(number) + 1;
+    }
+    if (!by_op_[at]) by_op_[at] = options_(kind_, py::handle(op), 0);
+    return &SelfOf<Options>(by_op_[at].ptr());
+  }
+
+  /// basics.current().core; null if there is none.
+  py::object Core() const {
+    static PyObject* const default_name = PyUnicode_InternFromString("default");
+    static PyObject* const core_name = PyUnicode_InternFromString("core");
+    PyObject* of_thread = nullptr;
+    if (PyContextVar_Get(of_thread_.ptr(), nullptr, &of_thread) != 0) throw py::error_already_set();
+    auto context = py::reinterpret_steal<py::object>(of_thread);
+    if (!context || context.is_none())
+      context = py::reinterpret_steal<py::object>(PyObject_GetAttr(process_.ptr(), default_name));
+    if (!context) throw py::error_already_set();
+    if (context.is_none()) return {};
+    auto core = py::reinterpret_steal<py::object>(PyObject_GetAttr(context.ptr(), core_name));
+    if (!core) throw py::error_already_set();
+    return core;
+  }
+
+  const int kind_, how_;
+  const py::object type_, of_thread_, process_, global_set_, options_;
+  std::array<py::object, 7> by_op_;  // of op None, 0, 1, ...
+};
 
 PyObject* IsOpen(PyObject* self, void* /*unused*/) {
   return Guarded([&] { return py::bool_(SelfOf<Context>(self).is_open()); });
@@ -176,8 +256,6 @@ PyObject* IsOpen(PyObject* self, void* /*unused*/) {
 PyMethodDef submit_method = {"submit",
                              reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&Submit)),
                              METH_FASTCALL | METH_KEYWORDS, nullptr};
-PyMethodDef wait_method = {"wait", &Wait, METH_NOARGS, nullptr};
-PyMethodDef poll_method = {"poll", &Poll, METH_NOARGS, nullptr};
 PyGetSetDef is_open_property = {"is_open", &IsOpen, nullptr, nullptr, nullptr};
 
 template <class Definition>
@@ -261,14 +339,14 @@ void BindContext(py::module_& m) {
       .def("gradients", &MakeGradients, py::arg("options"), py::arg("owner"), py::arg("named"),
            py::arg("labels"), py::arg("torch"), py::arg("group_bytes"), py::arg("overlaps"),
            py::arg("is_average"));
+  m.def("plain_reduction", &PlainReduction::Make, py::arg("kind"), py::arg("how"), py::arg("type"),
+        py::arg("of_thread"), py::arg("process"), py::arg("global_set"), py::arg("options"));
   AddDescriptor(m.attr("Context"), "submit", PyDescr_NewMethod, submit_method);
   AddDescriptor(m.attr("Context"), "is_open", PyDescr_NewGetSet, is_open_property);
 }
 
 void BindWork(py::module_& m) {
-  py::class_<Work, std::shared_ptr<Work>>(m, "Work")
-      .def("when_done", &Work::WhenDone, py::arg("call"))
-      .def_property_readonly("is_complete", &Work::IsComplete);
+  m.attr("Work") = farandole::python::WorkType();
   py::class_<ResultMemory, std::shared_ptr<ResultMemory>>(m, "ResultMemory", py::buffer_protocol())
       .def_buffer([](const ResultMemory& self) {
         return py::buffer_info(static_cast<uint8_t*>(self.data()), self.size_bytes());
@@ -278,8 +356,6 @@ void BindWork(py::module_& m) {
       .def("__dlpack_device__", &ResultMemory::DlpackDevice)
       .def_property_readonly("address", &ResultMemory::address)
       .def_property_readonly("nbytes", &ResultMemory::size_bytes);
-  AddDescriptor(m.attr("Work"), "wait", PyDescr_NewMethod, wait_method);
-  AddDescriptor(m.attr("Work"), "poll", PyDescr_NewMethod, poll_method);
   m.def(
       "describe",
       [](const py::object& object) -> py::object {
@@ -381,7 +457,10 @@ void BindGradients(py::module_& m) {
       .def("count_pass", &Gradients::CountPass, py::arg("is_no_sync"))
       .def("open", &Gradients::Open)
       .def("accumulated", &Gradients::Accumulated, py::arg("index"))
-      .def("own_memory", &Gradients::OwnMemory, py::arg("slot"))
+      .def(
+          "own_memory",
+          [](Gradients& self, GradientSlot& slot) { return self.OwnMemory(slot, slot.gradient()); },
+          py::arg("slot"))
       .def("compare", &Gradients::Compare)
       .def("end", &Gradients::End, py::arg("is_left_to_user"))
       .def("fail", &Gradients::Fail, py::arg("why"))

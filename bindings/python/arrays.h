@@ -22,6 +22,42 @@
 
 namespace farandole::python {
 
+/// Keeps blocks of one element to be used again: with hundreds of works in flight malloc and free
+/// take as long as all the rest of a start. Needs the GIL.
+template <class T>
+struct Pooled {
+  using value_type = T;
+  static constexpr size_t kMostKept = 1024;
+
+  Pooled() = default;
+  template <class U>
+  Pooled(const Pooled<U>&) {}  // NOLINT: implicit, as allocators are
+  T* allocate(size_t count) {
+    std::vector<void*>& kept = Kept();
+    if (count != 1 || kept.empty()) return static_cast<T*>(::operator new(count * sizeof(T)));
+    void* const block = kept.back();
+    kept.pop_back();
+    return static_cast<T*>(block);
+  }
+  void deallocate(T* block, size_t count) {
+    std::vector<void*>& kept = Kept();
+    if (count != 1 || kept.size() == kMostKept) return ::operator delete(block);
+    kept.push_back(block);
+  }
+  static std::vector<void*>& Kept() {
+    static auto* const kept = [] {  // never destroyed: works may go at the very end
+      auto* const made = new std::vector<void*>;
+      made->reserve(kMostKept);
+      return made;
+    }();
+    return *kept;
+  }
+  template <class U>
+  bool operator==(const Pooled<U>&) const {
+    return true;
+  }
+};
+
 /// What is known of a Python type of arrays. Lives as long as the process.
 struct ArrayType {
   pybind11::object library;                ///< Of farandole/_libraries.py, or registered.
@@ -66,6 +102,8 @@ struct Array {
 
   bool is_cuda() const { return device.device_type == kDLCUDA; }
 };
+
+using Arrays = std::vector<Array, Pooled<Array>>;
 
 /// The farandole_dtype; nullopt if there is none.
 std::optional<int32_t> ToNumber(DLDataType dtype);

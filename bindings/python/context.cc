@@ -333,7 +333,7 @@ std::vector<std::string> Context::TakeUnseenFailures() {
 
 py::object Context::FindInterrupted(const py::object& name) const {
   for (auto it = interrupted_.rbegin(); it != interrupted_.rend(); ++it)
-    if (!(*it)->is_spent_ && (name.is_none() || (*it)->Matches(name))) return py::cast(*it);
+    if (!(*it)->is_spent_ && (name.is_none() || (*it)->Matches(name))) return ToPython(*it);
   return py::none();
 }
 
@@ -403,16 +403,25 @@ const char* Options::FunctionName() const {
 
 namespace {
 
-/// The UTF-8 text of a name; null for None.
-/// @throw TypeError, ValueError
-const char* NameText(const py::object& name, Py_ssize_t* size) {
-  *size = 0;
-  if (name.is_none()) return nullptr;
+/// The name without a subclass of str, which may compare as it likes; null for None.
+/// @throw TypeError
+py::object ExactText(py::handle name) {
+  if (PyUnicode_CheckExact(name.ptr())) return py::reinterpret_borrow<py::object>(name);
+  if (name.is_none()) return {};
   if (!PyUnicode_Check(name.ptr()))
     throw py::type_error("name must be a str or None, not " + std::string(py::repr(name)));
-  const char* const text = PyUnicode_AsUTF8AndSize(name.ptr(), size);
-  if (text != nullptr && std::memchr(text, '\0', static_cast<size_t>(*size)) == nullptr)
-    return text;
+  auto text = py::reinterpret_steal<py::object>(PyUnicode_FromObject(name.ptr()));
+  if (!text) throw py::error_already_set();
+  return text;
+}
+
+/// Its UTF-8 text; null for null.
+/// @throw ValueError
+const char* NameText(const py::object& name) {
+  if (!name) return nullptr;
+  Py_ssize_t size = 0;
+  const char* const text = PyUnicode_AsUTF8AndSize(name.ptr(), &size);
+  if (text != nullptr && std::memchr(text, '\0', static_cast<size_t>(size)) == nullptr) return text;
   PyErr_Clear();
   throw py::value_error("name " + std::string(py::repr(name)) +
                         " must not hold NUL or lone surrogates");
@@ -436,7 +445,7 @@ std::string LabelOf(const Submission& submission, size_t i, size_t count) {
 /// Of an alltoall, in Horovod's words; the core checks the rest.
 /// @param splits  Empty: the same number of rows to each rank.
 /// @throw ValueError
-void CheckRows(const std::vector<Array>& arrays, const std::vector<int64_t>& splits, size_t size) {
+void CheckRows(const Arrays& arrays, const std::vector<int64_t>& splits, size_t size) {
   for (size_t i = 0; i < arrays.size(); ++i) {
     const int64_t rows = arrays[i].shape[0];
     if (splits.empty()) {
@@ -479,6 +488,16 @@ int Prepare(farandole_context* context, const farandole_params& params, const ch
 
 }  // namespace
 
+bool Context::Name::operator==(const Name& other) const {
+  return kind == other.kind && set == other.set && function == other.function &&
+         (text.is(other.text) || PyUnicode_Compare(text.ptr(), other.text.ptr()) == 0);
+}
+
+size_t Context::Name::Hash::operator()(const Name& name) const {
+  const size_t number = (size_t{name.set} << 8) + static_cast<size_t>(name.kind);
+  return static_cast<size_t>(PyObject_Hash(name.text.ptr())) ^ (number * 0x9e3779b97f4a7c15U);
+}
+
 /// Names may be new all the time: those that were not used since the last call of this go.
 void Context::DropUnused() {
   std::erase_if(prepared_, [](const auto& one) { return !one.second.is_used; });
@@ -490,23 +509,18 @@ void Context::DropUnused() {
 /// else prepared.
 Context::Prepared& Context::PreparedFor(const Submission& submission, Work& work,
                                         Prepared& unnamed) {
-  Py_ssize_t name_size = 0;
-  const char* const name = NameText(submission.name, &name_size);
   farandole_params params = submission.options.params;
   params.device = work.is_cuda() ? FARANDOLE_CUDA : FARANDOLE_CPU;
   std::vector<int64_t> splits = submission.splits.value_or(std::vector<int64_t>());
   if (params.kind == FARANDOLE_ALLTOALL)
     CheckRows(work.sources_, splits, static_cast<size_t>(InfoOf(params.set).size));
   Prepared* prepared = &unnamed;
-  if (name != nullptr) {
-    key_.assign(1, static_cast<char>(params.kind));
-    key_.append(reinterpret_cast<const char*>(&params.set), sizeof(params.set));
-    key_.append(submission.options.function).push_back('\0');
-    key_.append(name, static_cast<size_t>(name_size));
-    const auto found = prepared_.find(key_);
+  Name name{ExactText(submission.name), params.kind, params.set, submission.options.function};
+  if (name.text) {
+    const auto found = prepared_.find(name);
     if (found != prepared_.end()) prepared = &found->second;
   }
-  const std::vector<Array>& arrays = work.sources_;
+  const Arrays& arrays = work.sources_;
   if (prepared->handle != nullptr && submission.labels.is_none() && !prepared->has_labels &&
       IsSame(prepared->params, params) && prepared->splits == splits &&
       std::equal(arrays.begin(), arrays.end(), prepared->tensors.begin(), prepared->tensors.end(),
@@ -517,7 +531,7 @@ Context::Prepared& Context::PreparedFor(const Submission& submission, Work& work
     prepared->is_used = true;
     return *prepared;
   }
-  const std::string key = key_;  // another thread may look up its own below
+  const char* const text = NameText(name.text);
   std::vector<Described> described;
   for (size_t i = 0; i < arrays.size(); ++i) {
     const Array& array = arrays[i];
@@ -536,7 +550,7 @@ Context::Prepared& Context::PreparedFor(const Submission& submission, Work& work
   farandole_operation* operation = nullptr;
   uint32_t version = 0;
   const CallGuard guard(*this);
-  const int code = Prepare(get(), asked, name, tensors, &operation, &version);
+  const int code = Prepare(get(), asked, text, tensors, &operation, &version);
   if (code != FARANDOLE_OK) ThrowNotStarted(code, work);
   // Looked up again: another thread may have prepared the same name meanwhile, or closed this.
   // A context that was closed meanwhile has taken its handles along.
@@ -550,8 +564,8 @@ Context::Prepared& Context::PreparedFor(const Submission& submission, Work& work
               }},
              version};
   get();
-  if (name == nullptr) return unnamed;
-  prepared_[key] = unnamed;
+  if (!name.text) return unnamed;
+  prepared_[std::move(name)] = unnamed;
   if (prepared_.size() > drop_above_) DropUnused();
   return unnamed;
 }
@@ -613,12 +627,13 @@ int Context::Start(const Submission& submission, const std::shared_ptr<Work>& wo
 py::object Context::Submit(const Submission& submission) {
   get();
   ReleaseCompleted();
-  const auto work = std::make_shared<Work>(shared_from_this(), submission, works_++);
+  const auto work =
+      std::allocate_shared<Work>(Pooled<Work>(), shared_from_this(), submission, works_++);
   const int code = Start(submission, work);
   if (work->handle_ != nullptr) Hold(work);
   if (submission.blocks) return RunBlocking(work, code);
   if (code != FARANDOLE_OK) ThrowNotStarted(code, *work);
-  return py::cast(work);
+  return ToPython(work);
 }
 
 /// An exception of a signal handler leaves what is in flight with its memory, to be found again.

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "bindings/c/farandole.h"
+#include "bindings/python/arrays.h"
 
 namespace farandole::python {
 
@@ -35,26 +36,26 @@ struct Options {
 };
 
 class Child;
-class ResultMemory;
 class Work;
 class Gradients;
+using WorkList = std::list<std::shared_ptr<Work>, Pooled<std::shared_ptr<Work>>>;
 
-/// One call of a collective.
+/// One call of a collective. Its caller keeps what it refers to.
 struct Submission {
   const Options& options;
-  pybind11::object
+  pybind11::handle
       tensors;            ///< An array; of a group a list of them, decided and finished together.
-  pybind11::object name;  ///< str; None: matched by the order of unnamed calls.
+  pybind11::handle name;  ///< str; None: matched by the order of unnamed calls.
   bool is_group = false;
   bool in_place = false;     ///< Results go where the tensors are.
   bool blocks = false;       ///< Gives the result instead of the work.
   bool is_internal = false;  ///< No user called it: its failure needs no warning at the end.
-  pybind11::object finish;   ///< None, or makes of the results (and received rows) what users get.
-  pybind11::object labels;   ///< None, or the tensors' names for messages; None: numbered.
-  pybind11::object failed;   ///< None, or this rank's error text: refused on every rank with it.
+  pybind11::handle finish;   ///< None, or makes of the results (and received rows) what users get.
+  pybind11::handle labels;   ///< None, or the tensors' names for messages; None: numbered.
+  pybind11::handle failed;   ///< None, or this rank's error text: refused on every rank with it.
   /// Of an alltoall: per tensor and rank, how many rows go to it; nullopt: as many to each.
   std::optional<std::vector<int64_t>> splits = {};
-  pybind11::object out = pybind11::none();  ///< None, or as `tensors`: where the results go.
+  pybind11::handle out = Py_None;  ///< None, or as `tensors`: where the results go.
   /// With `out`, of an allgather or alltoall: per tensor and rank, how many rows must come from it;
   /// empty: as many as `out` has in all.
   std::vector<int64_t> rows = {};
@@ -162,6 +163,17 @@ class Context : public std::enable_shared_from_this<Context> {
   bool CloseWithin(double timeout_s, int reason, const char* cause);
   void Release();
   int Start(const Submission& submission, const std::shared_ptr<Work>& work);
+  /// What a prepared operation is found by. The hash is that which Python keeps in a string.
+  struct Name {
+    pybind11::object text;  // no subclass of str
+    int32_t kind;
+    uint32_t set;
+    std::string function;
+    bool operator==(const Name& other) const;
+    struct Hash {
+      size_t operator()(const Name& name) const;
+    };
+  };
   void DropUnused();
   Prepared& PreparedFor(const Submission& submission, Work& work, Prepared& unnamed);
   pybind11::object RunBlocking(const std::shared_ptr<Work>& work, int code);
@@ -175,12 +187,11 @@ class Context : public std::enable_shared_from_this<Context> {
   int generation_;
   int calls_ = 0;  // C calls in flight without the GIL that name the handle
   farandole_topology topology_{};
-  Child* children_ = nullptr;                           // the newest
-  std::unordered_map<std::string, Prepared> prepared_;  // by kind, set, function and name
-  std::string key_;                                     // looked up last; keeps its memory
-  size_t drop_above_ = kPrepared;                       // of prepared_
-  std::unordered_map<uint32_t, SetInfo> sets_;          // without that of all ranks
-  std::list<std::shared_ptr<Work>> in_flight_;          // oldest first
+  Child* children_ = nullptr;  // the newest
+  std::unordered_map<Name, Prepared, Name::Hash> prepared_;
+  size_t drop_above_ = kPrepared;               // of prepared_
+  std::unordered_map<uint32_t, SetInfo> sets_;  // without that of all ranks
+  WorkList in_flight_;                          // oldest first
   std::list<std::shared_ptr<Gradients>> detached_;
   std::map<uint64_t, std::string> unseen_failures_;  // by the works' numbers
   std::deque<std::shared_ptr<Work>> interrupted_;    // the last 16

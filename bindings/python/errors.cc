@@ -115,7 +115,7 @@ py::str ToText(const char* text) {
   return py::reinterpret_steal<py::str>(decoded);
 }
 
-OptionalText::OptionalText(const py::object& text) : given_(!text.is_none()) {
+OptionalText::OptionalText(py::handle text) : given_(!text.is_none()) {
   if (!given_) return;
   if (!PyUnicode_Check(text.ptr())) throw py::type_error("expected a str or None");
   const auto bytes =

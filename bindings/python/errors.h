@@ -3,6 +3,7 @@
 // Everything here needs the GIL unless said otherwise.
 #pragma once
 
+#include <cxxabi.h>
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
@@ -31,11 +32,27 @@ pybind11::str ToText(const char* text);
 inline constexpr const char* kClosed =
     "this Farandole context has been shut down, or belongs to the parent of a forked process";
 
+/// Of a C function of Python's: null with Python's exception for what `call` throws.
+template <class Call>
+PyObject* Guarded(const Call& call) {
+  try {
+    return call().release().ptr();
+  } catch (abi::__forced_unwind&) {  // the interpreter ends, and with it this thread
+    throw;
+  } catch (const pybind11::cast_error& error) {
+    PyErr_SetString(PyExc_TypeError, error.what());
+    return nullptr;
+  } catch (...) {
+    pybind11::detail::try_translate_exceptions();
+    return nullptr;
+  }
+}
+
 /// Keeps a Python string's UTF-8 text alive; null for None. Lone surrogates, which UTF-8 does not
 /// have and error texts about files may hold, become question marks.
 class OptionalText {
  public:
-  explicit OptionalText(const pybind11::object& text);
+  explicit OptionalText(pybind11::handle text);
   const char* c_str() const { return given_ ? text_.c_str() : nullptr; }
 
  private:

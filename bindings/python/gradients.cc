@@ -84,6 +84,12 @@ PyObject* Interned(const char* name) {
   return text;
 }
 
+py::object Call(const py::object& function) {
+  auto result = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(function.ptr()));
+  if (!result) throw py::error_already_set();
+  return result;
+}
+
 std::optional<int64_t> VersionOf(const py::object& gradient) {
   static PyObject* const name = Interned("_version");
   const py::object version = Get(gradient, name);  // a tensor of inference mode has none
@@ -389,21 +395,22 @@ void Gradients::BeforeAccumulation(int32_t index) {
   if (slot.gradient().is_none()) slot.is_fresh = true;
   const bool is_let_in = task && !task.is_none() && (!is_open_ || is_running) &&
                          (settings_.is_average || !slot.reduced);
-  if (is_let_in && torch_.current_task().equal(task)) return;
+  if (is_let_in && Call(torch_.current_task).equal(task)) return;
   if (const py::object owner = Owner()) owner.attr("before_accumulation")(index);
 }
 
 /// The first gradient of a pass begins it; and create_graph is refused, where gradients are
 /// enabled.
 void Gradients::AfterAccumulation(int32_t index) {
-  if (is_running && torch_.is_grad_enabled().is(py::handle(Py_False))) return Accumulated(index);
+  if (is_running && Call(torch_.is_grad_enabled).is(py::handle(Py_False)))
+    return Accumulated(index);
   if (const py::object owner = Owner()) owner.attr("accumulated")(index);
 }
 
 void Gradients::Accumulated(int32_t index) {
   GradientSlot& slot = *slots_[static_cast<size_t>(index)];
   slot.reduced = py::object();
-  (void)slot.MoveIntoView();  // now, while the gradient is in the cache
+  if (slot.view) (void)slot.MoveIntoView();  // now, while the gradient is in the cache
   int32_t due = -1;
   const int code = farandole_gradients_accumulated(get(), index, &due);
   if (code != FARANDOLE_OK)
@@ -416,7 +423,7 @@ void Gradients::Accumulated(int32_t index) {
     if (due >= 0) Send(due);
     return;
   }
-  if (slot.is_fresh) (void)OwnMemory(slot);  // later passes add to it in place
+  if (slot.is_fresh) (void)OwnMemory(slot, slot.gradient());  // later passes add to it in place
   slot.is_fresh = false;
 }
 
@@ -461,9 +468,10 @@ void Gradients::Send(int32_t index) {
     if (!slot.buffer) return Mark(index, nullptr, nullptr, FARANDOLE_ABSENT);
     layout = Peek(slot.buffer);
   } else {
-    slot.buffer = OwnMemory(slot);
-    slot.NoteSent(slot.gradient());
-    if (!slot.buffer.is(gradient)) layout = Peek(slot.buffer);
+    slot.buffer = OwnMemory(slot, gradient);
+    const bool is_own = slot.buffer.is(gradient);
+    slot.NoteSent(is_own ? gradient : slot.gradient());
+    if (!is_own) layout = Peek(slot.buffer);
   }
   if (!layout) throw py::type_error("a packed gradient that cannot be read");
   slot.reduced = py::object();
@@ -515,8 +523,7 @@ bool Gradients::HasOtherOwner(const py::object& gradient) const {
   return owners.cast<int64_t>() > torch_.sole_owner;
 }
 
-py::object Gradients::OwnMemory(GradientSlot& slot) {
-  py::object gradient = slot.gradient();
+py::object Gradients::OwnMemory(GradientSlot& slot, const py::object& gradient) {
   if (gradient.is_none() || gradient.is(slot.view)) return gradient;
   const bool is_own = torch_.count_owners.is_none() ? !slot.is_fresh : !HasOtherOwner(gradient);
   if (is_own) return gradient;

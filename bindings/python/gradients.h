@@ -152,7 +152,8 @@ class Gradients : public Child, public std::enable_shared_from_this<Gradients> {
   /// of other tensors or the user hold, as of x + p.unsqueeze(0) with a batch of one. Such a
   /// gradient is replaced by a copy. A gradient that the user placed, as in a flat buffer, stays,
   /// and its copy is given.
-  pybind11::object OwnMemory(GradientSlot& slot);
+  /// @param gradient  The slot's, as it is now.
+  pybind11::object OwnMemory(GradientSlot& slot, const pybind11::object& gradient);
   /// Waits until all ranks have wrapped as many optimizers, and compares them. Interruptible.
   void Compare();
   /// Sends everything that was not sent, accumulated ones first, and checks what was; then ends the

@@ -1,10 +1,13 @@
 #include "bindings/python/work.h"
 
 #include <pybind11/stl.h>
+#include <structmember.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <functional>
 #include <numeric>
 #include <span>
@@ -63,14 +66,14 @@ std::vector<int64_t> ShapeOfRows(const Array& source, std::span<const int64_t> r
   return shape;
 }
 
-std::vector<py::object> ToVector(const py::object& objects) {
-  std::vector<py::object> made;
+Objects ToVector(py::handle objects) {
+  Objects made;
   for (const py::handle object : objects)
     made.push_back(py::reinterpret_borrow<py::object>(object));
   return made;
 }
 
-py::list ToList(const std::vector<py::object>& objects) {
+py::list ToList(const Objects& objects) {
   py::list made(objects.size());
   for (size_t i = 0; i < objects.size(); ++i) made[i] = objects[i];
   return made;
@@ -119,6 +122,83 @@ void CallBack(void* call, int /*code*/) {
 
 }  // namespace
 
+/// Thread safety: as all of Python's, the GIL.
+struct WorkObject {
+  PyObject_HEAD;
+  PyObject* weak_references;
+  std::shared_ptr<Work> work;
+
+  static Work& WorkOf(PyObject* self) { return *reinterpret_cast<WorkObject*>(self)->work; }
+  static void Deallocate(PyObject* self) {
+    PyTypeObject* const type = Py_TYPE(self);
+    auto& object = *reinterpret_cast<WorkObject*>(self);
+    if (object.weak_references != nullptr) PyObject_ClearWeakRefs(self);
+    object.work->python_ = nullptr;
+    object.~WorkObject();
+    type->tp_free(self);
+    Py_DECREF(type);
+  }
+  static PyObject* Wait(PyObject* self, PyObject*) {
+    return Guarded([&] { return WorkOf(self).Wait(); });
+  }
+  static PyObject* Poll(PyObject* self, PyObject*) {
+    return Guarded([&] { return py::bool_(WorkOf(self).Poll()); });
+  }
+  static PyObject* WhenDone(PyObject* self, PyObject* call) {
+    return Guarded([&] {
+      WorkOf(self).WhenDone(py::reinterpret_borrow<py::object>(call));
+      return py::none();
+    });
+  }
+  static PyObject* IsComplete(PyObject* self, void*) {
+    return Guarded([&] { return py::bool_(WorkOf(self).IsComplete()); });
+  }
+  static PyTypeObject* MakeType();
+  static PyTypeObject* Type() {
+    static PyTypeObject* const type = MakeType();
+    return type;
+  }
+  static py::object Make(const std::shared_ptr<Work>& work) {
+    if (work->python_ != nullptr) return py::reinterpret_borrow<py::object>(work->python_);
+    PyObject* const made = Type()->tp_alloc(Type(), 0);
+    if (made == nullptr) throw py::error_already_set();
+    new (&reinterpret_cast<WorkObject*>(made)->work) std::shared_ptr<Work>(work);
+    work->python_ = made;
+    return py::reinterpret_steal<py::object>(made);
+  }
+};
+
+PyTypeObject* WorkObject::MakeType() {
+  static std::array<PyMethodDef, 4> methods = {{{"wait", &Wait, METH_NOARGS, nullptr},
+                                                {"poll", &Poll, METH_NOARGS, nullptr},
+                                                {"when_done", &WhenDone, METH_O, nullptr},
+                                                {nullptr, nullptr, 0, nullptr}}};
+  static std::array<PyGetSetDef, 2> properties = {
+      {{"is_complete", &IsComplete, nullptr, nullptr, nullptr},
+       {nullptr, nullptr, nullptr, nullptr, nullptr}}};
+  static std::array<PyMemberDef, 2> members = {
+      {{"__weaklistoffset__", T_PYSSIZET, offsetof(WorkObject, weak_references), READONLY, nullptr},
+       {nullptr, 0, 0, 0, nullptr}}};
+  static std::array<PyType_Slot, 6> slots = {
+      {{Py_tp_dealloc, reinterpret_cast<void*>(&Deallocate)},
+       {Py_tp_methods, methods.data()},
+       {Py_tp_getset, properties.data()},
+       {Py_tp_members, members.data()},
+       {Py_tp_doc, const_cast<char*>("One operation in flight.")},
+       {0, nullptr}}};
+  static PyType_Spec spec{"farandole._core.Work", sizeof(WorkObject), 0,
+                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots.data()};
+  PyObject* const made = PyType_FromSpec(&spec);
+  if (made == nullptr) throw py::error_already_set();
+  return reinterpret_cast<PyTypeObject*>(made);
+}
+
+py::object WorkType() {
+  return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(WorkObject::Type()));
+}
+
+py::object ToPython(const std::shared_ptr<Work>& work) { return WorkObject::Make(work); }
+
 void StopCallingBack() {
   const py::gil_scoped_release release;
   callbacks.fetch_add(kStopped);
@@ -134,11 +214,11 @@ Work::Work(std::shared_ptr<Context> context, const Submission& submission, uint6
       kind_(submission.options.params.kind),
       set_(submission.options.params.set),
       function_(submission.options.FunctionName()),
-      name_(submission.name),
+      name_(py::reinterpret_borrow<py::object>(submission.name)),
       in_place_(submission.in_place),
       is_group_(submission.is_group),
       is_news_(!submission.is_internal && submission.failed.is_none()),
-      finish_(submission.finish) {
+      finish_(py::reinterpret_borrow<py::object>(submission.finish)) {
   ReadAll(submission);
   if (submission.out.is_none()) {
     MakeResults();
@@ -159,7 +239,7 @@ void Work::ReadAll(const Submission& submission) {
   if (submission.is_group) {
     targets_ = ToVector(submission.tensors);
   } else {
-    targets_.push_back(submission.tensors);
+    targets_.push_back(py::reinterpret_borrow<py::object>(submission.tensors));
   }
   if (targets_.empty()) return;
   sources_ = ReadEach(targets_);
@@ -179,7 +259,7 @@ void Work::ReadAll(const Submission& submission) {
 }
 
 /// What the library has not refused: arrays that nothing can read, or of several devices.
-void Work::Refuse(const std::vector<Array>& arrays) const {
+void Work::Refuse(const Arrays& arrays) const {
   for (const Array& array : arrays) {
     if (!array.object)
       throw py::type_error(function_ + ": an array of type " +
@@ -193,8 +273,8 @@ void Work::Refuse(const std::vector<Array>& arrays) const {
 }
 
 /// What cannot be read has no object.
-std::vector<Array> Work::ReadEach(const std::vector<py::object>& objects) const {
-  std::vector<Array> arrays;
+Arrays Work::ReadEach(const Objects& objects) const {
+  Arrays arrays;
   arrays.reserve(objects.size());
   for (const py::object& object : objects) arrays.push_back(Read(object).value_or(Array()));
   return arrays;
@@ -205,7 +285,7 @@ bool Work::CanTake(DLDataType dtype) const {
   return number && (!Reduces(kind_) || *number <= FARANDOLE_FLOAT64);
 }
 
-bool Work::CanUse(const std::vector<Array>& arrays, bool in_place) const {
+bool Work::CanUse(const Arrays& arrays, bool in_place) const {
   for (const Array& array : arrays) {
     if (!array.object || !array.is_contiguous) return false;
     if (in_place && (!array.is_writable || !array.type->is_mutable)) return false;
@@ -231,7 +311,7 @@ void Work::UseOutputs(const Submission& submission) {
   if (is_group_) {
     outputs_ = ToVector(submission.out);
   } else {
-    outputs_.push_back(submission.out);
+    outputs_.push_back(py::reinterpret_borrow<py::object>(submission.out));
   }
   rows_ = submission.rows;
   results_ = ReadEach(outputs_);
@@ -349,7 +429,11 @@ void Work::NoteWrites() {
            source.object.is(targets_[static_cast<size_t>(&source - sources_.data())]);
   };
   if (!in_place.is_none() && std::ranges::all_of(sources_, is_target)) {
-    in_place(ToList(targets_));
+    const auto all =
+        py::reinterpret_steal<py::object>(targets_.size() == 1 ? PyTuple_Pack(1, targets_[0].ptr())
+                                                               : ToList(targets_).release().ptr());
+    if (!all || !py::reinterpret_steal<py::object>(PyObject_CallOneArg(in_place.ptr(), all.ptr())))
+      throw py::error_already_set();
     return;
   }
   for (size_t i = 0; i < sources_.size(); ++i) {

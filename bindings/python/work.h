@@ -21,6 +21,8 @@
 
 namespace farandole::python {
 
+using Objects = std::vector<pybind11::object, Pooled<pybind11::object>>;
+
 /// One start of a collective, and a user's handle of it. Holds the memory that the engine borrows.
 class Work : public Child, public std::enable_shared_from_this<Work> {
  public:
@@ -46,11 +48,12 @@ class Work : public Child, public std::enable_shared_from_this<Work> {
   /// Not started, or released; or it is the parent's, and this a forked child.
   bool is_gone() const { return handle_ == nullptr || context_->is_forgotten(); }
   friend class Context;
+  friend struct WorkObject;
   void ReadAll(const Submission& submission);
-  std::vector<Array> ReadEach(const std::vector<pybind11::object>& objects) const;
-  [[noreturn]] void Refuse(const std::vector<Array>& arrays) const;
+  Arrays ReadEach(const Objects& objects) const;
+  [[noreturn]] void Refuse(const Arrays& arrays) const;
   bool CanTake(DLDataType dtype) const;
-  bool CanUse(const std::vector<Array>& arrays, bool in_place) const;
+  bool CanUse(const Arrays& arrays, bool in_place) const;
   void MakeResults();
   void UseOutputs(const Submission& submission);
   std::vector<farandole_output> Outputs() const;
@@ -87,12 +90,12 @@ class Work : public Child, public std::enable_shared_from_this<Work> {
   const bool is_group_;
   const bool is_news_;  // Its failure is worth a warning if nobody sees it.
   farandole_work* handle_ = nullptr;
-  std::vector<pybind11::object> targets_;  // What the user passed.
-  std::vector<pybind11::object> outputs_;  // And where the results go; empty: he did not say.
-  std::vector<int64_t> rows_;              // As Submission::rows.
+  Objects targets_;            // What the user passed.
+  Objects outputs_;            // And where the results go; empty: he did not say.
+  std::vector<int64_t> rows_;  // As Submission::rows.
   pybind11::object finish_;
-  std::vector<Array> sources_;
-  std::vector<Array> results_;
+  Arrays sources_;
+  Arrays results_;
   struct Received {
     std::vector<int64_t> rows;
     std::shared_ptr<ResultMemory> memory;  // nullptr: the frontend's
@@ -105,9 +108,16 @@ class Work : public Child, public std::enable_shared_from_this<Work> {
   bool is_spent_ = false;
   bool is_held_ = false;  // By the context, at held_at_.
   std::list<std::shared_ptr<Work>>::iterator held_at_;
+  PyObject* python_ = nullptr;  // what ToPython made, while that lives
   int waiting_ = 0;
   std::timed_mutex wait_mutex_;
 };
+
+/// farandole._core.Work, whose type is made by hand: pybind11 needs half of the time of a start to
+/// make one of its own and to forget it.
+pybind11::object WorkType();
+/// The one object of Python's that holds it.
+pybind11::object ToPython(const std::shared_ptr<Work>& work);
 
 /// No call of WhenDone begins any more; waits up to 1 s until none runs. With the GIL, before the
 /// interpreter ends.

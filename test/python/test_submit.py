@@ -2,6 +2,8 @@
 
 import gc
 import sys
+import tracemalloc
+import weakref
 
 import pytest
 import torch
@@ -91,6 +93,7 @@ def test_calls_keep_no_reference():
         submit = basics.current().core.submit
         kept = [ops.options(ops.ALLREDUCE, 0, 3.0), torch.ones(2), "name of its own", lambda made: made]
         options, tensor, name, finish = kept
+        submit(options, tensor, name).wait()  # the name is kept with what was prepared for it
         before = [sys.getrefcount(one) for one in kept]
         for _ in range(10):
             submit(options, tensor, name, ops.IN_PLACE, finish).wait()
@@ -102,6 +105,114 @@ def test_calls_keep_no_reference():
         assert [sys.getrefcount(one) for one in kept] == before
 
     alone(body)
+
+
+def test_a_start_allocates_its_handle_only():
+    def body():
+        count = 1000
+        tensors = [torch.ones(64) for _ in range(10)]
+        names = [f"tensor {i}" for i in range(count)]
+        handles = [None] * count
+
+        def start():
+            for i, name in enumerate(names):
+                handles[i] = fl.allreduce_async_(tensors[i % 10], name=name, op=fl.Sum)
+
+        def finish():
+            for handle in handles:
+                fl.synchronize(handle)
+
+        for _ in range(3):
+            start()
+            finish()
+        handles[:] = [None] * count
+        before = sys.getallocatedblocks()
+        start()
+        assert sys.getallocatedblocks() - before < 1.1 * count
+        finish()
+        handles[:] = [None] * count
+        assert sys.getallocatedblocks() - before < 0.1 * count
+
+        tracemalloc.start()
+        try:
+            start()
+            finish()
+            tracemalloc.reset_peak()
+            held, _ = tracemalloc.get_traced_memory()
+            handles[0] = fl.allreduce_async_(tensors[0], name=names[0], op=fl.Sum)
+            fl.synchronize(handles[0])
+            assert tracemalloc.get_traced_memory()[1] - held < 400  # at any time, the handle and a tuple
+        finally:
+            tracemalloc.stop()
+
+    alone(body)
+
+
+def test_a_handle_stays_that_of_its_operation():
+    def body():
+        tensors = [torch.full((2,), float(i)) for i in range(50)]
+        spent = [fl.allreduce_async(tensor, name=f"old {i}", op=fl.Sum) for i, tensor in enumerate(tensors)]
+        results = [fl.synchronize(handle) for handle in spent]
+        dropped = weakref.ref(fl.allreduce_async_(torch.ones(2), name="dropped"))
+        assert dropped() is None
+        new = [fl.allreduce_async(tensor + 100, name=f"new {i}", op=fl.Sum) for i, tensor in enumerate(tensors)]
+        assert not set(map(id, spent)) & set(map(id, new))
+        for i, handle in enumerate(spent):
+            for call in (fl.poll, fl.synchronize):
+                with pytest.raises(ValueError, match=f'Handle of allreduce "old {i}" was not created or has been'):
+                    call(handle)
+        assert [fl.synchronize(handle)[0].item() for handle in new] == [i + 100 for i in range(50)]
+        assert [result[0].item() for result in results] == list(range(50))
+        assert dropped() is None
+
+    alone(body)
+
+
+class Odd(str):
+    """A name that claims to equal all others."""
+
+    def __eq__(self, other):
+        return True
+
+    __hash__ = str.__hash__
+
+
+def test_operations_are_found_by_the_text_of_their_names():
+    def body():
+        both = ("".join(["a ", "name"]), "".join(["a", " name"]), Odd("a name"))  # three objects
+        results = [fl.synchronize(fl.allreduce_async_(torch.ones(i + 1), name=name)) for i, name in enumerate(both)]
+        assert [len(result) for result in results] == [1, 2, 3]
+        for wrong in (7, b"name", "a\0b", "\udc80"):
+            for call in (fl.allreduce_async_, fl.allreduce_async, fl.allreduce_):
+                with pytest.raises((TypeError, ValueError), match="name"):
+                    call(torch.ones(1), name=wrong)
+
+    alone(body)
+
+
+@pytest.mark.parametrize("call", [fl.allreduce_async_, fl.allreduce_async, fl.allreduce_])
+def test_plain_calls_and_others_give_the_same(call):
+    def body():
+        def run(tensor, **how):
+            result = call(tensor, **how)
+            return result if isinstance(result, torch.Tensor) else fl.synchronize(result)
+
+        for number, how in enumerate(
+            [{}, {"op": fl.Sum}, {"op": fl.Max}, {"prescale_factor": 1}, {"process_set": None}, {"op": True}]
+        ):
+            for kind in (torch.ones, lambda n: torch.nn.Parameter(torch.ones(n))):
+                assert run(kind(3), name=f"x {number}", **how).tolist() == [1, 1, 1]
+        assert run(torch.ones(3), name="y", postscale_factor=2.0).tolist() == [2, 2, 2]
+        for wrong, error in (({"op": 99}, ValueError), ({"op": "sum"}, ValueError), ({"average": 1}, TypeError)):
+            with pytest.raises(error):
+                call(torch.ones(3), name="z", **wrong)
+        for given in ([1.0], None, torch.ones(3).to_sparse()):
+            with pytest.raises(TypeError, match="expected a "):
+                call(given, name="z")
+
+    alone(body)
+    with pytest.raises(fl.HorovodInternalError, match="init"):
+        call(torch.ones(3), name="x")
 
 
 def test_works_give_the_garbage_collector_nothing_to_do():

@@ -4,6 +4,7 @@ Codes become the exceptions of farandole.exceptions, and INVALID_ARGUMENT a Valu
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, Final
 
 from farandole._store import StoreCalls
@@ -19,6 +20,23 @@ def use_library(type: type, library: object | None) -> None:
 
 def describe(array: object) -> tuple[int, str, tuple[int, ...], bool, int, bool] | None:
     """Address, dtype, shape, is C-contiguous, CUDA device or -1, is writable; None: cannot be read."""
+
+def plain_reduction(
+    kind: int, how: int, type: type, of_thread: ContextVar[Any], process: object, global_set: object,
+    options: Callable[[int, int | None, int], Options],
+) -> Callable[..., Any]:  # fmt: skip
+    """A function that does what most calls of an allreduce ask for, without any Python.
+
+    It takes (tensor, average, name, op, prescale_factor, postscale_factor, process_set) and gives what
+    ``Context.submit`` does, or None: this is no such call, or something is wrong with it.
+
+    Args:
+        kind, how: As for ``Options`` and ``Context.submit``.
+        type: Of tensors.
+        of_thread, process: The context is what the variable holds, or None: ``process.default``.
+        global_set: The process set of all ranks.
+        options: Called with ``kind``, the caller's op and 0 gives the options; kept.
+    """
 
 class Options:
     """What all ranks must agree on besides the tensors: farandole_params."""

@@ -12,8 +12,8 @@ result, :func:`start` gives a handle, :func:`run_group` and :func:`start_group` 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from farandole import _core, basics
 from farandole.basics import ProcessSet, global_process_set
@@ -334,7 +334,9 @@ def poll(handle: Handle) -> bool:
     Raises:
         ValueError: Not a handle, or one that was synchronized before.
     """
-    return _checked(handle).poll()
+    if not isinstance(handle, Handle):
+        _refuse(handle)
+    return handle.poll()
 
 
 def synchronize(handle: Handle) -> Any:
@@ -350,13 +352,13 @@ def synchronize(handle: Handle) -> Any:
         HorovodInternalError: The operation failed; MismatchError and the others tell how.
         ValueError: Not a handle, or one that was synchronized before.
     """
-    return _checked(handle).wait()
-
-
-def _checked(handle: object) -> Handle:
     if not isinstance(handle, Handle):
-        raise ValueError(f"Handle {handle!r} was not created or has been cleared.")
-    return handle
+        _refuse(handle)
+    return handle.wait()
+
+
+def _refuse(handle: object) -> NoReturn:
+    raise ValueError(f"Handle {handle!r} was not created or has been cleared.")
 
 
 def interrupted(name: str | None = None) -> Handle:
@@ -437,6 +439,11 @@ def reduction_options(
 def _plain(kind: int, op: int | None, wire: int) -> _core.Options:
     """Of all ranks, without factors."""
     return options(kind, reduction(op), 1.0, 1.0, -1, wire, 0)
+
+
+def plain_reduction(kind: int, flags: int, of: type) -> Callable[..., Any]:
+    """For frontends: does what most calls ask for, or gives None; see ``_core.plain_reduction``."""
+    return _core.plain_reduction(kind, flags, of, basics._of_thread, basics._Process, global_process_set, _plain)
 
 
 def _factor(given: Any) -> float:

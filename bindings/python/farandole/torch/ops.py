@@ -43,6 +43,10 @@ __all__ = [
 Tensors = Sequence[torch.Tensor]
 Splits = torch.Tensor | Sequence[int]
 
+_plain_async, _plain_async_in_place, _plain_in_place = (
+    ops.plain_reduction(ops.ALLREDUCE, flags, torch.Tensor) for flags in (0, IN_PLACE, IN_PLACE | BLOCKS)
+)
+
 
 def allreduce(
     tensor: torch.Tensor, average: bool | None = None, name: str | None = None, compression: Any = Compression.none,
@@ -82,6 +86,9 @@ def allreduce_async(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Handle:  # fmt: skip
     """As :func:`allreduce`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
+    handle: Handle | None = _plain_async(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
+    if handle is not None:
+        return handle
     op = _with_average(average, op)
     return ops.allreduce_async(_dense(tensor), name, op, prescale_factor, postscale_factor, process_set)
 
@@ -91,7 +98,9 @@ def allreduce_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:  # fmt: skip
     """As :func:`allreduce`, in place. Returns ``tensor``."""
-    ops.allreduce_(_dense(tensor), name, _with_average(average, op), prescale_factor, postscale_factor, process_set)
+    if _plain_in_place(tensor, average, name, op, prescale_factor, postscale_factor, process_set) is None:
+        op = _with_average(average, op)
+        ops.allreduce_(_dense(tensor), name, op, prescale_factor, postscale_factor, process_set)
     return tensor
 
 
@@ -100,10 +109,13 @@ def allreduce_async_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Handle:  # fmt: skip
     """As :func:`allreduce_`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
-    if average is not None:
-        op = _with_average(average, op)
-    how = ops.reduction_options(ops.ALLREDUCE, op, prescale_factor, postscale_factor, process_set)
-    return ops.start(how, _dense(tensor), name, IN_PLACE)
+    handle: Handle | None = _plain_async_in_place(
+        tensor, average, name, op, prescale_factor, postscale_factor, process_set
+    )
+    if handle is not None:
+        return handle
+    op = _with_average(average, op)
+    return ops.allreduce_async_(_dense(tensor), name, op, prescale_factor, postscale_factor, process_set)
 
 
 def grouped_allreduce(
