@@ -2,14 +2,14 @@
 
     mpirun -np 2 python test/bench/train_step.py --model mlp
 
-"alone": rank 0 by itself, the other cores idle. "bare": every rank by itself at the same time. "barrier":
-bare steps after each of which the ranks meet, as they must to exchange anything. "farandole": through
-DistributedOptimizer. "ddp": DistributedDataParallel on the backend farandole; "gloo": on gloo; "idle ddp":
-with a hook that exchanges nothing; "horovod" (--peers horovod): through Horovod's DistributedOptimizer, whose
-thread takes processor time from all others. "exposed" is what a step takes more than a bare one, or than that
-of the idle DistributedDataParallel: the exchange that the backward pass did not hide, and the waiting for the
-slower rank, which "barrier" shows by itself. The last column is the step by that with a barrier. In the end
-those that average must have the same parameters, on all ranks.
+"alone": rank 0 by itself, the other cores idle. "bare": every rank by itself at the same time. "barrier": bare
+steps after each of which the ranks meet, as they must to exchange anything. "farandole": through
+DistributedOptimizer; "shared": with share_gradients=True. "ddp": DistributedDataParallel on the backend
+farandole; "gloo": on gloo; "idle ddp": with a hook that exchanges nothing; "horovod" (--peers horovod): through
+Horovod's DistributedOptimizer, whose thread takes processor time from all others. "exposed" is what a step
+takes more than a bare one, or than that of the idle DistributedDataParallel: the exchange that the backward
+pass did not hide, and the waiting for the slower rank, which "barrier" shows by itself. The last column is the
+step by that with a barrier. In the end those that average must have the same parameters, on all ranks.
 """
 
 import argparse
@@ -105,8 +105,8 @@ def make_step(kind, make, batch, views):
     inputs = torch.randn(batch, *shape, generator=torch.Generator().manual_seed(farandole.rank()))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     call = model
-    if kind == "farandole":
-        fl.DistributedOptimizer(optimizer, model.named_parameters())
+    if kind in ("farandole", "shared"):
+        fl.DistributedOptimizer(optimizer, model.named_parameters(), share_gradients=kind == "shared")
     elif kind == "horovod":
         hvd = importlib.import_module("horovod.torch")
         optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
@@ -149,6 +149,7 @@ def main():
     farandole.init()
     torch.set_num_threads(arguments.threads)
     peers, missing = bench.connect(arguments.peers)
+    peers["shared"] = peers["farandole"]
     if "gloo" in peers:
         peers["ddp"] = peers["farandole"]
     kinds = ["alone", "bare", "barrier", *(["idle ddp"] if "gloo" in peers else []), *peers]
@@ -165,7 +166,7 @@ def main():
     if farandole.rank() == 0:
         print(bench.fingerprint(peers), missing, case.name, sep="\n")
         median_ms = {row["implementation"]: 1e3 * row["seconds"][1] for row in rows}
-        base = {"farandole": "bare", "horovod": "bare", "ddp": "idle ddp", "gloo": "idle ddp"}
+        base = {"farandole": "bare", "shared": "bare", "horovod": "bare", "ddp": "idle ddp", "gloo": "idle ddp"}
         for row in rows:
             kind = row["implementation"]
             p10, p50, p90 = (1e3 * seconds for seconds in row["seconds"])

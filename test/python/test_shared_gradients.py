@@ -196,6 +196,18 @@ last = wrap(image, backward_passes_per_step=3)
 train(last, image, passes=3, steps=1)
 train(last, image, passes=3)
 
+cnn = torch.nn.Sequential(  # convolutions have temporaries of their gradients' sizes
+    torch.nn.Conv2d(1, 16, 3, stride=2), torch.nn.ReLU(), torch.nn.Conv2d(16, 32, 3, stride=2), torch.nn.ReLU(),
+    torch.nn.Flatten(), torch.nn.Linear(32 * 36, 80),
+)
+several = wrap(*cnn.parameters())
+for step in range(3):
+    before = farandole.counters()["in_place_bytes"]
+    several.zero_grad()
+    cnn(torch.ones(4, 1, 28, 28)).sum().backward()
+    farandole.barrier()
+tell((farandole.counters()["in_place_bytes"] - before) / sum(4 * p.numel() for p in cnn.parameters()))
+
 child = os.fork()
 if child == 0:  # has the blocks to itself
     image.grad.zero_()
@@ -222,11 +234,12 @@ assert image.grad.data_ptr() != kept.data_ptr()
 @pytest.mark.parametrize("shares", [True, False], ids=["shared", "MPI"])
 def test_processes_of_a_host_reduce_what_autograd_made_without_a_copy_and_over_mpi_they_copy(shares):
     for told in run_mpi(3, SCRIPT, FARANDOLE_SHARED_MEMORY=str(int(shares))):
-        first, plain, added, changed, double, _, image, image_later = map(int, told.split())
+        first, plain, added, changed, double, _, image, cnn, image_later = map(float, told.split())
         if not shares:
-            assert not any((first, plain, added, changed, double, image, image_later))
+            assert not any((first, plain, added, changed, double, image, cnn, image_later))
             continue
         assert plain == 2 * 4 * 800_000
         assert added >= 2 * 4 * 1_000_000  # a group that is new may have to be defined first
         assert double == 2 * 8 * 1_000_000
+        assert cnn == 1
         assert image == image_later == 2 * 4 * 64_000

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -26,8 +27,9 @@ namespace detail {
 ///
 /// In a backward pass an allocation of exactly a block's size gets the block, if it is free: so
 /// fresh gradients lie in memory that was chosen for them. Whatever else has that size may get it
-/// as well, and the gradient then comes, as all other memory does, from the allocator that was
-/// there before. A block is freed with the tensor that has it and never given away earlier.
+/// as well, say a convolution's gradient in another memory order; of small sizes there is a block
+/// more for that. Where none is free, the allocator that was there before gives memory, as it does
+/// for all else. A block is freed with the tensor that has it and never given away earlier.
 ///
 /// Thread safety: any thread; a forked child has blocks and lock as they were. Lifetime: that of
 /// the process, as torch may free a tensor at any time.
@@ -35,6 +37,8 @@ class GradientAllocator final : public c10::Allocator {
  public:
   /// Multiples of it are where blocks begin; what torch aligns its memory to.
   static constexpr std::size_t kAlign = 64;
+  /// Bytes. Of larger gradients the blocks are as many as these.
+  static constexpr std::size_t kLargestSpare = std::size_t{1} << 20;
 
   /// The process's. The first call installs it.
   static GradientAllocator& instance() {
@@ -46,6 +50,13 @@ class GradientAllocator final : public c10::Allocator {
       return allocator;
     }();
     return *made;
+  }
+
+  /// The sizes of the blocks for gradients of these sizes.
+  static std::vector<std::size_t> blocks_for(std::vector<std::size_t> sizes) {
+    const std::set<std::size_t> distinct(sizes.begin(), sizes.end());
+    sizes.insert(sizes.end(), distinct.begin(), distinct.upper_bound(kLargestSpare));
+    return sizes;
   }
 
   /// Bytes that blocks of these sizes take up.

@@ -23,6 +23,7 @@ import torch
 from farandole import _core, config
 
 _ALIGN = 64  # GradientAllocator::kAlign
+_LARGEST_SPARE = 1 << 20  # bytes; GradientAllocator::kLargestSpare
 _SOURCE = """
 #include <c10/core/StorageImpl.h>
 #include <farandole/torch_memory.h>
@@ -39,7 +40,7 @@ extern "C" void withdraw(const void* begin) { GradientAllocator::instance().with
 
 
 class GradientMemory:
-    """A block for each gradient of some parameters; gradients are born in them while this object lives.
+    """Blocks for the gradients of some parameters; gradients are born in them while this object lives.
 
     Thread safety: any thread. Lifetime: blocks live as long as tensors have them.
 
@@ -49,15 +50,16 @@ class GradientMemory:
     """
 
     def __init__(self, context: _core.Context, sizes: Iterable[int]) -> None:
-        counts = [size for size in sizes if size > 0]
-        total = sum(-(-size // _ALIGN) * _ALIGN for size in counts)
+        blocks = [size for size in sizes if size > 0]
+        blocks += sorted({size for size in blocks if size <= _LARGEST_SPARE})  # as blocks_for() has it
+        total = sum(-(-size // _ALIGN) * _ALIGN for size in blocks)
         self._begin = None
         if total == 0:
             return
         memory = torch.frombuffer(context.allocate(total), dtype=torch.uint8)
         self._begin = memory.data_ptr()
-        array = (ctypes.c_size_t * len(counts))(*counts)
-        allocator().offer(memory.untyped_storage()._cdata, self._begin, array, len(counts))
+        array = (ctypes.c_size_t * len(blocks))(*blocks)
+        allocator().offer(memory.untyped_storage()._cdata, self._begin, array, len(blocks))
 
     def __del__(self) -> None:
         if self._begin is not None:

@@ -132,11 +132,11 @@ def DistributedOptimizer(
             host memory is replaced by one that gives such a block to whatever a backward pass
             allocates of a gradient's size, and all else to the allocator before. It is compiled
             with the system's C++ compiler when it is first used, in about ten seconds, and kept in
-            ``~/.cache/farandole``. The blocks take up the memory of one gradient per parameter,
-            also while there are none. ``.grad`` may be kept; the next one is then made elsewhere
-            and copied, as is one whose block a temporary tensor of its size has got. Else what is
-            copied is as with ``gradient_as_bucket_view``, except that channels-last order and older
-            torch are as good as others. Ranks may differ in it.
+            ``~/.cache/farandole``. The blocks take up the memory of one gradient per parameter, and
+            of one more of each size up to 1 MiB, also while there are none. ``.grad`` may be kept;
+            the next one is then made elsewhere and copied, as is one whose block a temporary tensor
+            of its size has got. Else what is copied is as with ``gradient_as_bucket_view``, except
+            that channels-last order and older torch are as good as others. Ranks may differ in it.
     Returns:
         ``optimizer`` itself. Its class stays as it is; it gains ``no_sync()``,
         ``set_backward_passes_per_step()``, and, rarely needed, ``synchronize()`` and
