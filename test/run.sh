@@ -126,7 +126,8 @@ run_pytest_libraries() {
 # reported and how long names are kept does not depend on how a tensor comes in, and recipes bring nothing that
 # test_example and test_training do not: try_torch.sh alone runs those, too.
 run_pytest_older_torch() {
-  PYTHONPATH=$repository/test/older_torch pytest_with pytest-older-torch "$python" "${torch_tests[@]}" \
+  PYTHONPATH=$repository/test/site FARANDOLE_TEST_OLDER_TORCH=1 \
+    pytest_with pytest-older-torch "$python" "${torch_tests[@]}" \
     --ignore=test/python/test_{example_recipes,init_tcp,log,names,stalls,timeline}.py
 }
 

@@ -5,6 +5,12 @@ import pathlib
 
 import pytest
 
+# For processes that tests start: see sitecustomize.py there. What test/consumer runs imports torch as it is.
+_SITE = str(pathlib.Path(__file__).resolve().parent.parent / "site")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_SITE, os.environ.get("PYTHONPATH")]))
+os.environ["FARANDOLE_TEST_QUICK_TORCH"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 _REFUSAL = """#!/bin/sh
 echo "a test without the mark mpi starts mpirun: see pyproject.toml" >&2
 exit 1
