@@ -5,8 +5,10 @@ Threads share the interpreter, so a body must not use torch's global random gene
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
@@ -40,8 +42,34 @@ def run_threads(size: int, body: Callable[[int], Any], timeout_s: float = 60) ->
     return farandole.in_process(size, timeout_s).run(lambda: body(farandole.rank()))
 
 
+def descendants(pid: int) -> set[int]:
+    """And the process itself."""
+    lists = pathlib.Path(f"/proc/{pid}/task").glob("*/children")  # each thread's own
+    children: list[str] = []
+    for one in lists:
+        with contextlib.suppress(OSError):  # it has just ended
+            children += one.read_text().split()
+    return {pid}.union(*(descendants(int(child)) for child in children))
+
+
+def run_and_leave_nothing(command: Sequence[str], timeout_s: float, **options: Any) -> subprocess.CompletedProcess[str]:
+    """As subprocess.run does, but after an error, the test's own time-out too, no descendant is left.
+
+    A launcher that is killed cannot end its ranks, which are in process groups of their own.
+    """
+    with subprocess.Popen(command, text=True, **options) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout_s)
+        except BaseException:
+            for pid in descendants(process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
 def mpirun(
-    size: int, arguments: Sequence[str], timeout_s: float = 60, **variables: str
+    size: int, arguments: Sequence[str], timeout_s: float = 100, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Runs this Python with ``arguments`` under mpirun; stdout holds stderr too."""
     environment = os.environ | variables
@@ -55,17 +83,16 @@ def mpirun(
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     command = ["mpirun", "--oversubscribe", "-np", str(size), sys.executable, *arguments]
     for _ in range(3):
-        done = subprocess.run(
-            command, env=environment, timeout=timeout_s, text=True, check=False,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        done = run_and_leave_nothing(
+            command, timeout_s, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
         # Open MPI 5, now and then, before it starts any rank.
         if "PMIx server's listener thread failed to start" not in done.stdout:
             break
     return done
 
 
-def run_mpi(size: int, script: str, timeout_s: float = 60, **variables: str) -> list[str]:
+def run_mpi(size: int, script: str, timeout_s: float = 100, **variables: str) -> list[str]:
     """Runs the text of a script on every rank, where ``tell(value)`` is at hand.
 
     Returns:

@@ -17,7 +17,7 @@ import time
 import pytest
 
 from hosts import FIRST_ADDRESS, TwoHosts
-from ranks import PYTHON_PATH, free_port
+from ranks import PYTHON_PATH, descendants, free_port
 
 pytestmark = [pytest.mark.mpi, pytest.mark.once]
 
@@ -176,7 +176,7 @@ class Job:
     @contextlib.contextmanager
     def stopped(self):
         """All ranks, and the launcher with what it has started."""
-        pids = set(self.pids).union(*(_descendants(process.pid) for process in self._processes))
+        pids = set(self.pids).union(*(descendants(process.pid) for process in self._processes))
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         try:
@@ -205,13 +205,6 @@ class Job:
         now_s = time.time()
         wait_until(lambda: all(file.exists() and file.stat().st_mtime > now_s for file in files), 60, self.errors)
         assert not self.errors()
-
-
-def _descendants(pid):
-    """And the process itself."""
-    lists = pathlib.Path(f"/proc/{pid}/task").glob("*/children")  # each thread's own
-    children = [child for one in lists for child in one.read_text().split()]
-    return {pid}.union(*(_descendants(int(child)) for child in children))
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import distributed_job
+import warm_ranks
 from ranks import PYTHON_PATH, free_port, mpirun
 
 pytestmark = [
@@ -48,11 +49,7 @@ def start(size, arguments):
     for rank in range(size):
         place = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
         variables = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **place)
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, *arguments], env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-            )
-        )
+        ranks.append(warm_ranks.start(arguments, variables))
     return ranks
 
 
@@ -87,9 +84,8 @@ def test_two_ranks_train_bitwise_as_over_gloo():
     expect_same(distributed_job.FRAMEWORKS, run(2, [JOB, "frameworks"]))
 
 
-@pytest.mark.parametrize("size", [3, 4])
-def test_more_ranks_train_as_over_gloo(size):
-    expect_same(distributed_job.FRAMEWORKS, run(size, [JOB, "frameworks"]), ("same", "close"))
+def test_more_ranks_train_as_over_gloo():
+    expect_same(distributed_job.FRAMEWORKS, run(3, [JOB, "frameworks"]), ("same", "close"))
 
 
 def test_reductions_that_gloo_has_not():
