@@ -41,10 +41,10 @@ arguments = st.fixed_dictionaries(
         "op": st.sampled_from([fl.Average, fl.Sum]),
         "groups": st.just(1000),
         "overlap": st.booleans(),
-        "gradient_as_bucket_view": st.booleans(),
+        "memory": st.sampled_from(["gradient_as_bucket_view", "share_gradients"]),
         "backward_passes_per_step": st.just(2),
     },
-)
+).map(lambda chosen: dict((value, True) if name == "memory" else (name, value) for name, value in chosen.items()))
 
 
 @dataclass
