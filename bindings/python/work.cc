@@ -132,8 +132,8 @@ struct WorkObject {
   static void Deallocate(PyObject* self) {
     PyTypeObject* const type = Py_TYPE(self);
     auto& object = *reinterpret_cast<WorkObject*>(self);
+    object.work->python_ = nullptr;  // first: the next may call Python, which may ask for it
     if (object.weak_references != nullptr) PyObject_ClearWeakRefs(self);
-    object.work->python_ = nullptr;
     object.~WorkObject();
     type->tp_free(self);
     Py_DECREF(type);
@@ -276,7 +276,10 @@ void Work::Refuse(const Arrays& arrays) const {
 Arrays Work::ReadEach(const Objects& objects) const {
   Arrays arrays;
   arrays.reserve(objects.size());
-  for (const py::object& object : objects) arrays.push_back(Read(object).value_or(Array()));
+  for (const py::object& object : objects) {
+    std::optional<Array> read = Read(object);
+    arrays.push_back(read ? std::move(*read) : Array());
+  }
   return arrays;
 }
 
