@@ -1,5 +1,6 @@
 """Context.submit and Work.wait, which are called for each tensor, and what they leave behind."""
 
+import ctypes
 import gc
 import sys
 import tracemalloc
@@ -107,6 +108,25 @@ def test_calls_keep_no_reference():
     alone(body)
 
 
+class HeapInfo(ctypes.Structure):
+    """glibc's struct mallinfo2."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks",
+                     "keepcost")
+    ]  # fmt: skip
+
+
+def heap_bytes():
+    """In use of C's heap; 0 where the C library does not tell."""
+    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if ask is None:
+        return 0
+    ask.restype = HeapInfo
+    return ask().uordblks
+
+
 def test_a_start_allocates_its_handle_only():
     def body():
         count = 1000
@@ -126,9 +146,10 @@ def test_a_start_allocates_its_handle_only():
             start()
             finish()
         handles[:] = [None] * count
-        before = sys.getallocatedblocks()
+        before, heap_before = sys.getallocatedblocks(), heap_bytes()
         start()
         assert sys.getallocatedblocks() - before < 1.1 * count
+        assert heap_bytes() - heap_before < 200 * count  # 48 each, the library's handle; 620 if works were not pooled
         finish()
         handles[:] = [None] * count
         assert sys.getallocatedblocks() - before < 0.1 * count
