@@ -16,6 +16,15 @@ void FutexDoorbell::Ring() {
   WakeSlot(state_->slots[state_->listener.load()]);
 }
 
+// The fence and that of whoever rings are a pair: either the look that follows here finds what was
+// written there, or RingIfAsleep finds that this listener may sleep, and rings.
+bool FutexDoorbell::MaySleep() {
+  if (state_->awake.load(std::memory_order_relaxed) == 0) return true;
+  state_->awake.store(0, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  return false;
+}
+
 void FutexDoorbell::Summon() {
   Ring();
   if (state_->listener.load() == static_cast<uint32_t>(Listener::kNobody)) Wake(Listener::kEngine);

@@ -15,6 +15,10 @@ class Doorbell {
  public:
   virtual ~Doorbell() = default;
   virtual void Ring() = 0;
+  /// For what the caller has written to memory that the engine looks at, and a sequentially
+  /// consistent fence behind it, which may serve many bells: rings only an engine that may sleep
+  /// without another look. While it works that costs the load of a line that nobody writes.
+  virtual void RingIfAsleep() { Ring(); }
 };
 
 /// Doorbell over a futex, with two sleeping places: the engine thread's and a waiting caller's.
@@ -24,12 +28,17 @@ class Doorbell {
 /// cross-core wake-ups (29-48 us each). Where nobody listens, the engine thread looks by itself
 /// after a while, and only Summon wakes it.
 ///
+/// The listener says that it is up (StayAwake), and before it sleeps that it may (MaySleep), after
+/// which it looks once more: so RingIfAsleep loses nothing that it has to work on. Who never says
+/// that it is up is always rung.
+///
 /// Its state may lie in memory that processes share: then one process sleeps on it, and each of the
 /// others has a doorbell over the same state to ring.
 ///
-/// Thread safety: Ring, Ticket and wakes from any thread; Sleep by the two sleepers only, one
-/// thread per listener. Invariant: a Ring after Ticket() makes the Sleep with that ticket return at
-/// once. A Ring costs no system call unless the listener sleeps.
+/// Thread safety: Ring, RingIfAsleep, Ticket and wakes from any thread; StayAwake and MaySleep by
+/// the holder of the engine lock; Sleep by the two sleepers only, one thread per listener.
+/// Invariant: a Ring after Ticket() makes the Sleep with that ticket return at once. A Ring costs
+/// no system call unless the listener sleeps.
 class FutexDoorbell final : public Doorbell {
  public:
   enum class Listener : uint32_t { kEngine = 0, kCaller = 1, kNobody = 2 };
@@ -44,6 +53,8 @@ class FutexDoorbell final : public Doorbell {
     std::atomic<uint32_t> listener{0};
     std::atomic<int64_t> wakes{0};
     Slot slots[3];  // nobody sleeps in the last
+    // 1: the listener looks for work once more before it sleeps. In a line that rings leave alone.
+    alignas(64) std::atomic<uint32_t> awake{0};
     static_assert(std::atomic<int64_t>::is_always_lock_free);
   };
 
@@ -61,6 +72,9 @@ class FutexDoorbell final : public Doorbell {
   }
 
   void Ring() override;
+  void RingIfAsleep() override {
+    if (state_->awake.load(std::memory_order_relaxed) == 0) Ring();
+  }
   /// As Ring, and wakes the engine thread where nobody listens: this rank's own program wants
   /// something.
   void Summon();
@@ -68,6 +82,14 @@ class FutexDoorbell final : public Doorbell {
   uint32_t Ticket() const { return state_->sequence.load(std::memory_order_acquire); }
   /// Says which sleeper a ring wakes from now on.
   void Listen(Listener listener) { state_->listener.store(static_cast<uint32_t>(listener)); }
+  /// The listener has found work and goes on looking.
+  void StayAwake() {
+    if (state_->awake.load(std::memory_order_relaxed) == 0)
+      state_->awake.store(1, std::memory_order_relaxed);
+  }
+  /// The listener has found no work. @return Whether it may sleep; otherwise it looks once more, by
+  /// a new ticket, and asks again.
+  bool MaySleep();
   /// Sleeps until a ring after `ticket` reaches this listener, a Wake(listener), or `timeout_ns`
   /// passed
   /// (<0: no limit). May return early; callers look for work again.

@@ -24,6 +24,8 @@ constexpr int64_t kComesBackNs = 50 * kNsPerMs;  // a caller does, after RunBrie
 constexpr int kBriefRuns = 3;                    // of the loop: submit, send, one slice of data
 constexpr int kLockTries = 10;
 
+bool IsSleep(int64_t sleep_ns) { return sleep_ns < 0 || sleep_ns > kNapNs; }
+
 /// Tells the core that this thread polls memory.
 void Pause() {
 #ifdef __x86_64__
@@ -70,13 +72,15 @@ void ProgressThread::Start() {
 
 // The ticket comes before the iteration: after a ring in between Sleep returns at once, so no
 // wake-up is lost. While a caller runs the loop this thread sleeps; HandBack wakes it if it is
-// needed. While this rank's own work is in flight it spins as a caller does, but leaves the core to
-// whoever wants it. Standing by it does neither: the callers need the core, and run the loop.
+// needed. Before it sleeps it looks once more, since planes ring only who may sleep. While this
+// rank's own work is in flight it spins as a caller does, but leaves the core to whoever wants it.
+// Standing by it does neither: the callers need the core, and run the loop.
 void ProgressThread::Loop() {
   int64_t moved_ns = 0;
   while (!loop_.HasStopped()) {
     const uint32_t ticket = doorbell_.Ticket();
     bool moved = false;
+    bool looks_again = false;
     bool stands_by = false;
     int64_t sleep_ns = kEngineLockRetryNs;
     if (engine_lock_.try_lock()) {
@@ -86,8 +90,13 @@ void ProgressThread::Loop() {
       const bool spins = loop_.now_ns() - moved_ns < spin_ns_ && loop_.AwaitsPeers();
       stands_by = stands_by_ = MayStandBy();
       doorbell_.Listen(stands_by ? Listener::kNobody : Listener::kEngine);
-      engine_lock_.unlock();
       sleep_ns = spins ? 0 : outcome.sleep_ns;
+      if (moved) {
+        doorbell_.StayAwake();
+      } else if (!stands_by && IsSleep(sleep_ns)) {
+        looks_again = !doorbell_.MaySleep();
+      }
+      engine_lock_.unlock();
       // A mutex is not fair: without a pause this thread would mostly get it again.
       if (engine_lock_wanted_.load() > 0) std::this_thread::yield();
     }
@@ -96,8 +105,8 @@ void ProgressThread::Loop() {
       if (!IsWanted()) doorbell_.Sleep(Listener::kEngine, rings, kStandByNs);
       continue;
     }
-    if (moved) continue;
-    if (sleep_ns < 0 || sleep_ns > kNapNs) {
+    if (moved || looks_again) continue;
+    if (IsSleep(sleep_ns)) {
       doorbell_.Sleep(Listener::kEngine, ticket, sleep_ns);
     } else {
       std::this_thread::yield();
@@ -145,6 +154,7 @@ void ProgressThread::RunAsCaller(const Work& work, int64_t deadline_ns,
     const EngineLoop::Outcome outcome = loop_.RunOnce(true);
     const int64_t now_ns = loop_.now_ns();
     if (outcome.moved || moved_ns < 0) moved_ns = now_ns;
+    if (outcome.moved) doorbell_.StayAwake();
     if (work.done() || now_ns >= deadline_ns || engine_lock_wanted_.load() > 0) break;
     // What remains is for the engine thread: to pass a final error on, or to work on a GPU.
     if (lifecycle_.failed() || gpu_.in_use()) break;
@@ -155,7 +165,7 @@ void ProgressThread::RunAsCaller(const Work& work, int64_t deadline_ns,
       Pause();
     } else if (now_ns - moved_ns < spin_ns_ || (sleep_ns >= 0 && sleep_ns <= kNapNs)) {
       std::this_thread::yield();
-    } else {
+    } else if (doorbell_.MaySleep()) {
       waiting.Sleeps();
       doorbell_.Sleep(Listener::kCaller, ticket, sleep_ns);
     }
@@ -164,7 +174,8 @@ void ProgressThread::RunAsCaller(const Work& work, int64_t deadline_ns,
 }
 
 // What a caller leaves undone is the engine thread's again. Rings since `ticket` may have been
-// meant for the caller. The listener changes before the lock is free, because a ring in between
+// meant for the caller; planes, which ring only who may sleep, have nothing for an engine that has
+// no batch left. The listener changes before the lock is free, because a ring in between
 // must reach the engine thread. While that stands by, only what cannot wait for its next look
 // wakes it.
 void ProgressThread::HandBack(uint32_t ticket) {

@@ -92,7 +92,8 @@ void Finish(PlaneOperation& operation, FutexDoorbell& bell) {
     if (progress.state == Progress::State::kDone) return;
     if (progress.state == Progress::State::kFailed) std::abort();
     waits = progress.state == Progress::State::kMoved ? 0 : waits + 1;
-    if (waits > kSpins && progress.poll_after_ns == kByDoorbell)
+    if (waits == 0) bell.StayAwake();
+    if (waits > kSpins && progress.poll_after_ns == kByDoorbell && bell.MaySleep())
       bell.Sleep(FutexDoorbell::Listener::kEngine, ticket, -1);
   }
 }

@@ -256,10 +256,11 @@ std::string DriveAllToEnd(DataPlane& plane, FutexDoorbell& bell, std::span<RankR
     std::erase(under_way, nullptr);
     const int64_t now_ns = SteadyClock().NowNs();
     if (moved) {
+      bell.StayAwake();
       last_progress_ns = now_ns;
     } else if (now_ns - last_progress_ns > patience_ns) {
       return "no progress";
-    } else if (poll_after_ns != 0) {
+    } else if (poll_after_ns != 0 && bell.MaySleep()) {
       bell.Sleep(FutexDoorbell::Listener::kEngine, ticket,
                  poll_after_ns == kByDoorbell ? patience_ns : poll_after_ns);
     }

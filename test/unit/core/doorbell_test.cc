@@ -28,6 +28,19 @@ TEST(FutexDoorbell, PaysNoWakeUpWhileNobodySleeps) {
   EXPECT_EQ(bell.wakes(), 0);
 }
 
+TEST(FutexDoorbell, IsRungOnlyIfItsListenerMaySleep) {
+  FutexDoorbell bell;
+  bell.RingIfAsleep();
+  EXPECT_EQ(bell.Ticket(), 1u) << "nobody has said to be up";
+  bell.StayAwake();
+  for (int i = 0; i < 100; ++i) bell.RingIfAsleep();
+  EXPECT_EQ(bell.Ticket(), 1u);
+  EXPECT_FALSE(bell.MaySleep()) << "it has to look once more";
+  EXPECT_TRUE(bell.MaySleep());
+  bell.RingIfAsleep();
+  EXPECT_EQ(bell.Ticket(), 2u);
+}
+
 TEST(FutexDoorbell, LetsNobodySleepOnceItIsClosed) {
   FutexDoorbell bell;
   bell.Close();  // the engine has looked whether to stop, but has no ticket yet
@@ -97,6 +110,35 @@ TEST(FutexDoorbell, LosesNoRingOfManyWhileTheSleeperGoesToSleepAndWakes) {
     bell.Ring();
     engine.Expect(i);  // hangs, and the test times out, if a ring is lost
   }
+}
+
+// Written between the sleeper's look and its sleep, a turn is found by its second look, or rung
+// for.
+TEST(FutexDoorbell, LosesNothingThatIsRungOnlyForWhoMaySleep) {
+  constexpr int kTurns = 5000;
+  FutexDoorbell bells[2];
+  std::atomic<int> turns{0};
+  // Each takes every second turn; one that is lost makes both sleep for ever.
+  const auto play = [&](int me) {
+    for (;;) {
+      const uint32_t ticket = bells[me].Ticket();
+      const int seen = turns.load(std::memory_order_acquire);
+      if (seen < kTurns && seen % 2 == me) {
+        turns.store(seen + 1, std::memory_order_release);
+        std::atomic_thread_fence(std::memory_order_seq_cst);
+        bells[1 - me].RingIfAsleep();
+        bells[me].StayAwake();
+      } else if (seen >= kTurns) {
+        return;
+      } else if (bells[me].MaySleep()) {
+        bells[me].Sleep(Listener::kEngine, ticket, -1);
+      }
+    }
+  };
+  std::thread other(play, 1);
+  play(0);
+  other.join();
+  EXPECT_LE(bells[0].Ticket() + bells[1].Ticket(), static_cast<uint32_t>(kTurns));
 }
 
 // A ring that the sleeper has seen must not take away what the next ring needs to wake it.
