@@ -8,11 +8,13 @@
 namespace farandole {
 namespace {
 
+constexpr int64_t kOneShotBytes = 64 * 1024;
+
 /// Of every chunk each member owns a shard of about 1/P. It packs its contribution into its slot,
 /// reduces its shard from all present members' slots in rank order, leaves the result in its own
 /// slot, over its contribution to its own shard, which nobody else reads, and copies all shards'
-/// results out. A batch of at most kOneShotBytes is one-shot: every member reduces everything, in
-/// the same order, to the same bits, which saves one round trip.
+/// results out. A batch of which nobody reads more than kOneShotBytes of its peers is one-shot:
+/// every member reduces everything, in the same order, to the same bits, which saves a round trip.
 ///
 /// Where the tensors of all members lie in buffers (SharedMemory), they are not copied: each member
 /// reads its shard of the whole batch from all tensors and writes the result to all of them, in two
@@ -41,6 +43,7 @@ class SharedMemoryAllreduce final : public SharedMemoryCollective {
   void ReduceShard();
   void ReduceRun(std::byte* to, int64_t at, const Run& own);
   void CopyResultOut();
+  void CopyShardsOut(SegmentCursor& cursor, int from, int end);
   void ReduceWholeBatch();
   /// Two members never write one cache line.
   Slice ShardOf(int member, int64_t chunk_count) const {
@@ -61,13 +64,15 @@ class SharedMemoryAllreduce final : public SharedMemoryCollective {
 };
 
 int64_t SharedMemoryAllreduce::Prepare() {
-  const int64_t one_shot_bytes =
-      std::min(SharedMemorySet::kOneShotBytes, slots_->layout().slot_bytes);
-  one_shot_ = batch_->count * wire_bytes_ <= one_shot_bytes;
+  const int64_t bytes = batch_->count * wire_bytes_;
+  one_shot_ = bytes * (members() - 1) <= kOneShotBytes && bytes <= slots_->layout().slot_bytes;
   is_agreed_ = in_place_ = false;
   reduce_cursor_ = pack_cursor_;
   tensors_.resize(static_cast<size_t>(members()));
-  return PrepareWholeSlots();
+  const int64_t chunks = PrepareWholeSlots();
+  if (!one_shot_) return chunks;
+  chunk_elements_ = batch_->count;
+  return std::min<int64_t>(chunks, 1);
 }
 
 bool SharedMemoryAllreduce::AdvanceStage() {
@@ -296,15 +301,23 @@ void SharedMemoryAllreduce::ReduceRun(std::byte* to, int64_t at, const Run& own)
 }
 
 /// Copies (P-1)/P of the chunk from peers' slots; the own shard only where the reduction could not
-/// write it to the tensor.
+/// write it to the tensor. Each member begins with its own shard and goes round: so they do not all
+/// fetch the same lines from the same core at the same time.
 void SharedMemoryAllreduce::CopyResultOut() {
+  SegmentCursor begin = out_cursor_;
+  out_cursor_.Skip(ShardOf(my_index(), ChunkCount(consumed_)).begin);
+  CopyShardsOut(out_cursor_, my_index(), members());
+  CopyShardsOut(begin, 0, my_index());
+}
+
+void SharedMemoryAllreduce::CopyShardsOut(SegmentCursor& cursor, int from, int end) {
   const int64_t count = ChunkCount(consumed_);
-  for (int member = 0; member < members(); ++member) {
+  for (int member = from; member < end; ++member) {
     const Slice shard = ShardOf(member, count);
     if (member == my_index() && ReadsInput()) {
-      out_cursor_.Skip(shard.count);  // ReduceRun did it
+      cursor.Skip(shard.count);  // ReduceRun did it
     } else {
-      UnpackRuns(kernels(), *batch_, out_cursor_,
+      UnpackRuns(kernels(), *batch_, cursor,
                  slots_->Slot(member, consumed_) + shard.begin * wire_bytes_, shard.count);
     }
   }
@@ -312,7 +325,8 @@ void SharedMemoryAllreduce::CopyResultOut() {
 
 void SharedMemoryAllreduce::ReduceWholeBatch() {
   for (int64_t at = 0; at < batch_->count;) {
-    const Run run = out_cursor_.Next(batch_->count - at);
+    const int64_t block = kInCacheBytes / wire_bytes_;
+    const Run run = out_cursor_.Next(std::min(block, batch_->count - at));
     if (run.out != nullptr) {
       ReduceInto(run.out, set().scratch.data(), Sources(reduced_, at, nullptr), run.count);
     }

@@ -9,6 +9,9 @@ namespace {
 constexpr int64_t kStepBytes = 256 * 1024;  // after so many the engine relays messages
 // Slices start at multiples of this, so that two of them never share a cache line.
 constexpr int64_t kSliceAlign = 64;
+// Three times in each chunk a member waits for its peers, and each time reads their flags, or is
+// woken: a medium batch is divided only where few members leave each a shard that takes longer.
+constexpr int64_t kLeastShardBytes = 32 * 1024;
 
 }  // namespace
 
@@ -20,7 +23,7 @@ Status SharedMemorySet::Join() {
   std::vector<Doorbell*> bells;
   for (const int rank : ranks) bells.push_back(memory.bell(rank));
   slots.emplace(joined.get(), memory.LayoutOf(ranks.size()), my_index, std::move(bells));
-  scratch.resize(static_cast<size_t>(kOneShotBytes));
+  scratch.resize(static_cast<size_t>(kScratchBytes));
   choosers.fill(StorePolicyChooser(memory.options().store_policy));
   // Peers may read the hint at once; fresh memory holds kCached.
   if (my_index == 0) slots->RecommendStorePolicy(choosers[0].policy());
@@ -36,7 +39,7 @@ void SharedMemoryCollective::Abandon() {
 }
 
 void SharedMemoryCollective::Begin() {
-  static_assert(kInCacheBytes <= SharedMemorySet::kOneShotBytes);
+  static_assert(kInCacheBytes <= SharedMemorySet::kScratchBytes);
   slots_ = &*set().slots;
   chunk_ended_ns_ = 0;
   // Each kind has a chooser of its own, and the kind of the last batch may have recommended another
@@ -65,7 +68,11 @@ Progress SharedMemoryCollective::Advance() {
 }
 
 int64_t SharedMemoryCollective::PrepareWholeSlots() {
-  chunk_elements_ = slots_->layout().slot_bytes / wire_bytes_;
+  const SlotLayout& layout = slots_->layout();
+  const int64_t row = layout.slots * kSliceAlign;
+  const int64_t spread = (batch_->count * wire_bytes_ + row - 1) / row * kSliceAlign;
+  const int64_t least = members() * kLeastShardBytes;
+  chunk_elements_ = std::min(std::max(spread, least), layout.slot_bytes) / wire_bytes_;
   step_bytes_ = std::min(batch_->count, chunk_elements_) * wire_bytes_;
   return (batch_->count + chunk_elements_ - 1) / chunk_elements_;
 }
@@ -109,6 +116,7 @@ std::span<const void* const> SharedMemoryCollective::Sources(uint64_t chunk, int
 /// Only chunks that follow one another in a batch are comparable: the first of a batch includes the
 /// wait for peers, the last one may be short.
 void SharedMemoryCollective::TimeChunk() {
+  if (chunk_elements_ * wire_bytes_ < slots_->layout().slot_bytes) return;
   const int64_t now_ns = set().clock.NowNs();
   if (chunk_ended_ns_ != 0 && consumed_ < end_) chooser().OnChunk(now_ns - chunk_ended_ns_);
   chunk_ended_ns_ = now_ns;

@@ -42,12 +42,11 @@ struct SharedMemorySet final : CpuSet {
   std::shared_ptr<std::byte> joined;
   std::optional<SharedSlots> slots;
   uint64_t chunks = 0;             ///< Chunks of all batches so far: the number of the next one.
-  std::vector<std::byte> scratch;  ///< kOneShotBytes: values between slots and tensors.
+  std::vector<std::byte> scratch;  ///< kScratchBytes: values between slots and tensors.
   /// Of each kind's chunks, by OpKind; only those of member 0 are used.
   std::array<StorePolicyChooser, static_cast<size_t>(OpKind::kAlltoall) + 1> choosers;
 
-  /// Scratch space, and the most that an allreduce reduces without shards.
-  static constexpr int64_t kOneShotBytes = 16 * 1024;
+  static constexpr int64_t kScratchBytes = 16 * 1024;
 };
 
 /// One batch through the slots. A subclass says how it is divided into chunks and what each stage
@@ -66,7 +65,8 @@ class SharedMemoryCollective : public CpuCollective {
   /// @return Whether there was one.
   virtual bool AdvanceStage() = 0;
 
-  // Fixed-size collectives, whose batches are chunks of chunk_elements_ end to end.
+  // Fixed-size collectives, whose batches are chunks of chunk_elements_ end to end: of a slot, or
+  // shorter ones, so that all slots are used.
   int64_t PrepareWholeSlots();
   int64_t ChunkCount(uint64_t chunk) const;
 
@@ -81,7 +81,7 @@ class SharedMemoryCollective : public CpuCollective {
   /// Present members' slots of `chunk`, from element `offset` on. With `own`, this member's
   /// contribution is read from there.
   std::span<const void* const> Sources(uint64_t chunk, int64_t offset, const std::byte* own);
-  /// Member 0, after each full chunk it consumed: measures it for the chooser.
+  /// Member 0, after each chunk it consumed: measures those of a whole slot for the chooser.
   void TimeChunk();
 
   SharedSlots* slots_ = nullptr;

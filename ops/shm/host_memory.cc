@@ -124,7 +124,7 @@ Result<std::shared_ptr<HostMemory>> HostMemory::Open(const std::string& address,
   std::istringstream words(address);
   std::string path;
   std::string identity;
-  words >> path >> identity;
+  words >> path >> identity >> options.cache_bytes;
   struct stat found {};
   if (stat(path.c_str(), &found) != 0) return Failed(path);
   if (Identity(found) != identity) return Unavailable(path + " is another file");
@@ -141,7 +141,15 @@ HostMemory::HostMemory(int file, const User& user, Options options)
       user_(user),
       regions_begin_(RoundUp(ControlBytes(), kSegmentAlign)),
       segments_begin_(RoundUp(regions_begin_ + RegionsBytes(), kSegmentAlign)),
-      segment_bytes_(RoundUp(kHeadBytes + LayoutOf(user.ranks.size()).Bytes(), kSegmentAlign)) {}
+      segment_bytes_(RoundUp(kHeadBytes + MostSetBytes(user.ranks.size()), kSegmentAlign)) {}
+
+/// A set of fewer ranks may need more, since its slots are larger.
+size_t HostMemory::MostSetBytes(size_t ranks) const {
+  size_t most = 0;
+  for (size_t members = 1; members <= ranks; ++members)
+    most = std::max(most, LayoutOf(members).Bytes());
+  return most;
+}
 
 HostMemory::~HostMemory() {
   FreeBuffers();
@@ -180,7 +188,7 @@ std::string HostMemory::address() const {
   struct stat file {};
   (void)fstat(file_, &file);  // cannot fail; if it did, nobody would find this file
   return "/proc/" + std::to_string(getpid()) + "/fd/" + std::to_string(file_) + " " +
-         Identity(file);
+         Identity(file) + " " + std::to_string(options().cache_bytes);
 }
 
 Result<std::shared_ptr<std::byte>> HostMemory::Join(uint32_t set, std::span<const int> ranks,

@@ -30,7 +30,7 @@ namespace farandole {
 /// memory is an error, not a SIGBUS.
 ///
 /// Thread safety: Join by any thread. Invariant: all processes have the same Options, ranks and
-/// mailbox bytes.
+/// mailbox bytes; the size of the cache is told by the creator.
 class HostMemory final : public SharedMemory {
  public:
   /// One process's end of the file.
@@ -69,6 +69,7 @@ class HostMemory final : public SharedMemory {
   HostMemory(int file, const User& user, Options options);
   size_t BellBytes() const { return user_.ranks.size() * sizeof(FutexDoorbell::State); }
   size_t ControlBytes() const { return BellBytes() + user_.mailbox_bytes; }
+  size_t MostSetBytes(size_t ranks) const;
   size_t IndexOf(int rank) const;
   Status MapControl();
   size_t RegionsBytes() const;

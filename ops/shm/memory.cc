@@ -1,7 +1,9 @@
 #include "ops/shm/memory.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
+#include <fstream>
 #include <new>
 #include <string>
 
@@ -11,6 +13,10 @@ namespace {
 constexpr size_t kLine = 64;
 constexpr size_t kPage = 4096;
 constexpr std::align_val_t kAlign{kPage};
+// Of a set on one host. With the mailboxes of 64 ranks, 25 MiB, less than 64 MiB.
+constexpr int64_t kMostSetBytes = 32 * 1024 * 1024;
+// A member reads the flags of all others for each slot: below that, it would do little else.
+constexpr int64_t kLeastSlotBytes = 16 * 1024;
 
 /// Cache lines of flags: the first holds the recommended StorePolicy, the others the members'
 /// flags, each in a line of its own, so that a member that publishes invalidates one line only.
@@ -28,6 +34,21 @@ size_t SlotCount(const SlotLayout& layout) {
 }
 
 }  // namespace
+
+/// The caches are numbered by level, the last one is the largest: "32768K".
+int64_t LastLevelCacheBytes(const std::string& folder) {
+  constexpr int64_t kUsual = 32 * 1024 * 1024;
+  constexpr int kMostCaches = 8;  // of a processor; the first level has two
+  for (int index = kMostCaches - 1; index >= 0; --index) {
+    std::ifstream file(folder + "/index" + std::to_string(index) + "/size");
+    int64_t size = 0;
+    char unit = 0;
+    if (!(file >> size >> unit) || size <= 0 || size > (int64_t{1} << 30)) continue;
+    if (unit == 'K') return size * 1024;
+    if (unit == 'M') return size * 1024 * 1024;
+  }
+  return kUsual;
+}
 
 size_t SlotLayout::Bytes() const {
   return HeaderBytes() + static_cast<size_t>(members) * MemberBytes();
@@ -118,9 +139,21 @@ void SharedSlots::RecommendStorePolicy(StorePolicy policy) {
 }
 
 void SharedSlots::RingPeers() {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
   for (Doorbell* bell : bells_) {
-    if (bell != nullptr) bell->Ring();
+    if (bell != nullptr) bell->RingIfAsleep();
   }
+}
+
+/// A power of two. About two of a member's four slots are in use at any time, so all of them may be
+/// as large as the cache. Small slots that somebody asked for stay as they are.
+SlotLayout SharedMemory::LayoutOf(size_t members) const {
+  const auto count = static_cast<int64_t>(std::max<size_t>(members, 1));
+  const int64_t fair = std::min(options_.cache_bytes, kMostSetBytes) / (count * options_.slots);
+  const auto fitting = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(fair)));
+  const int64_t least = std::max(kLeastSlotBytes, static_cast<int64_t>(kLine) * count);
+  return {static_cast<int>(members), options_.slots,
+          std::min(options_.slot_bytes, std::max(fitting, least))};
 }
 
 /// To fill fresh pages takes milliseconds, for which the engine must not wait in OffsetOf.

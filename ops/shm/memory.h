@@ -16,6 +16,7 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <string>
 #include <unordered_map>
 #include <vector>
 
@@ -27,6 +28,10 @@ namespace farandole {
 /// How slots are written. Through the cache is faster for readers that share it (one L3); past the
 /// cache is 3.5 times faster when they do not. Virtual processors move between the two.
 enum class StorePolicy : uint8_t { kCached = 0, kStreamed = 1 };
+
+/// Size of the last cache of the first processor, which others share; 32 MiB where it is not known.
+/// @param folder  Of the processor's caches; tests give their own.
+int64_t LastLevelCacheBytes(const std::string& folder = "/sys/devices/system/cpu/cpu0/cache");
 
 /// Shape of one set's memory: a hint, flags of every member, then `slots` tables of sizes and
 /// `slots` slots of every member.
@@ -84,7 +89,8 @@ class SharedSlots {
   /// The store policy that member 0 recommends. A hint: results do not depend on it.
   StorePolicy store_policy() const;
   void RecommendStorePolicy(StorePolicy policy);
-  /// Wakes the peers: after a Publish that one of them may wait for.
+  /// Wakes the peers that sleep: after a Publish that one of them may wait for. One fence, however
+  /// many peers; each that may sleep costs a Ring.
   void RingPeers();
 
  private:
@@ -117,8 +123,9 @@ class SharedMemory : public std::enable_shared_from_this<SharedMemory> {
   /// Shape of every set's memory. Small slots give tests many chunks.
   struct Options {
     int slots = 4;
-    int64_t slot_bytes = 256 * 1024;
+    int64_t slot_bytes = 256 * 1024;               ///< At most: see LayoutOf.
     std::optional<StorePolicy> store_policy = {};  ///< None: measured, see StorePolicyChooser.
+    int64_t cache_bytes = LastLevelCacheBytes();   ///< That cores share.
   };
 
   explicit SharedMemory(Options options) : options_(options) {}
@@ -152,9 +159,9 @@ class SharedMemory : public std::enable_shared_from_this<SharedMemory> {
   virtual Doorbell* bell(int rank) const = 0;
 
   const Options& options() const { return options_; }
-  SlotLayout LayoutOf(size_t members) const {
-    return {static_cast<int>(members), options_.slots, options_.slot_bytes};
-  }
+  /// The more members, the smaller are their slots: all together fit into the cache that cores
+  /// share, and into 32 MiB.
+  SlotLayout LayoutOf(size_t members) const;
 
  protected:
   /// Sizes of buffers by offset: the live ones, and those in quarantine.

@@ -6,9 +6,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <fstream>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -57,6 +59,22 @@ TEST_F(HostMemoryTest, GivesSetsPartsOfTheirOwnHoweverLargeTheirUids) {
   *last = std::byte{2};
   EXPECT_EQ(*Join(7, 1), std::byte{1});
   EXPECT_EQ(*Join(UINT32_MAX, 1), std::byte{2});
+}
+
+TEST_F(HostMemoryTest, GivesSetsPartsOfTheirOwnAlsoIfFewerRanksHaveLargerSlots) {
+  std::vector<int> ranks(33);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  const std::vector<int> fewer(ranks.begin(), ranks.end() - 1);
+  HostMemory::Options options;
+  options.cache_bytes = 32 * 1024 * 1024;
+  const auto memory = HostMemory::Create({31, ranks}, options).value();
+  const size_t bytes = memory->LayoutOf(33).Bytes();
+  ASSERT_LT(bytes, memory->LayoutOf(32).Bytes());
+  const auto large = memory->Join(0, fewer, 31).value();
+  const auto next = memory->Join(1, ranks, 32).value();  // so that the file reaches that far
+  std::memset(large.get() + memory->LayoutOf(32).Bytes() - 4096, 42, 4096);
+  EXPECT_EQ(std::count(next.get(), next.get() + bytes, std::byte{0}),
+            static_cast<ptrdiff_t>(bytes));
 }
 
 TEST_F(HostMemoryTest, AllocatesTheSlotsOfWhoHasJoined) {

@@ -11,6 +11,7 @@
 #include "ops/shm/plane.h"
 #include "test/support/count_allocations.h"
 #include "test/support/fake_clock.h"
+#include "test/support/forwarded_kernels.h"
 
 namespace farandole {
 namespace {
@@ -22,49 +23,20 @@ class CountingBell final : public Doorbell {
 };
 
 /// The best kernels on a machine whose cores share no cache: copying a chunk into a slot takes 4 us
-/// through the cache and 1 us past it, by a clock that nothing else moves. Counts the bytes that
-/// are read to be reduced.
-class MeasuredKernels final : public CpuKernels {
+/// through the cache and 1 us past it, by a clock that nothing else moves.
+class MeasuredKernels final : public ForwardedKernels {
  public:
   void Pack(void* dst, DType wire, const void* src, DType dtype, int64_t count,
             double prescale) const override {
     clock.Advance(4'000);
-    best_.Pack(dst, wire, src, dtype, count, prescale);
-  }
-  void Reduce(void* dst, std::span<const void* const> sources, int64_t count,
-              const ReduceSpec& spec) const override {
-    reduced_bytes += static_cast<int64_t>(sources.size()) * count * SizeOf(spec.wire);
-    best_.Reduce(dst, sources, count, spec);
-  }
-  void Unpack(void* dst, DType dtype, const void* src, DType wire, int64_t count) const override {
-    best_.Unpack(dst, dtype, src, wire, count);
-  }
-  void Scale(void* dst, const void* src, DType dtype, int64_t count, double prescale,
-             double postscale) const override {
-    best_.Scale(dst, src, dtype, count, prescale, postscale);
-  }
-  ScalarProducts MultiplyAndSum(const void* a, const void* b, DType dtype,
-                                int64_t count) const override {
-    return best_.MultiplyAndSum(a, b, dtype, count);
-  }
-  void Combine(void* a, const void* b, DType dtype, int64_t count, double p,
-               double q) const override {
-    best_.Combine(a, b, dtype, count, p, q);
-  }
-  int64_t FindNonFinite(const void* src, DType dtype, int64_t count) const override {
-    return best_.FindNonFinite(src, dtype, count);
+    ForwardedKernels::Pack(dst, wire, src, dtype, count, prescale);
   }
   void Stream(void* dst, const void* src, int64_t size_bytes) const override {
     clock.Advance(1'000);
-    best_.Stream(dst, src, size_bytes);
+    ForwardedKernels::Stream(dst, src, size_bytes);
   }
-  const char* name() const override { return best_.name(); }
 
   mutable FakeClock clock;
-  mutable int64_t reduced_bytes = 0;
-
- private:
-  const CpuKernels& best_ = BestCpuKernels();
 };
 
 /// Two ranks in one thread, both in set 0.

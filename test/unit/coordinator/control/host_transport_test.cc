@@ -64,6 +64,17 @@ class HostTransportTest : public ::testing::Test {
   std::vector<std::unique_ptr<Transport>> ranks_;
 };
 
+TEST(MailboxBytes, AndTheSlotsOfAllRanksFitIntoMemoryThatAHostCanSpare) {
+  HostMemory::Options options;
+  options.cache_bytes = int64_t{1} << 30;
+  const auto all = HostMemory::Create({0, {0}}, options).value();
+  const auto memory = [&](size_t n) { return MailboxBytes(n) + all->LayoutOf(n).Bytes(); };
+  constexpr size_t kMiB = 1024 * 1024;
+  EXPECT_LE(memory(2), 3 * kMiB);
+  EXPECT_LE(memory(8), 12 * kMiB);
+  EXPECT_LE(memory(64), 64 * kMiB);
+}
+
 Bytes Message(size_t size) {
   Bytes bytes(size);
   for (size_t i = 0; i < size; ++i) bytes[i] = static_cast<std::byte>(i * 7 % 253);
