@@ -34,7 +34,7 @@ TEST_P(Schedules, EndEverySubmissionOnceAlikeOnAllRanks) {
   EXPECT_GT(totals.retired, 100);
 }
 
-INSTANTIATE_TEST_SUITE_P(FiveHundred, Schedules, testing::Values(0, 1, 2, 3, 4, 5));
+INSTANTIATE_TEST_SUITE_P(FiveHundred, Schedules, testing::Values(0, 1, 2));
 
 void PlayThousandWithFaults(uint64_t first) {
   Totals totals;
@@ -61,7 +61,7 @@ TEST_P(Faults, DoSoWithSeedsDrawnAnew) {
   PlayThousandWithFaults(first);
 }
 
-INSTANTIATE_TEST_SUITE_P(Thousand, Faults, testing::Values(0, 1, 2, 3, 4));
+INSTANTIATE_TEST_SUITE_P(Thousand, Faults, testing::Values(0, 1, 2));
 
 /// A rank was asked whether it is blocked, by a Tick, while it was about to act.
 TEST(OneSeed, CallsNoRankBlockedThatIsAboutToAct) {
