@@ -124,6 +124,9 @@ const std::array kSettings = {
             "loader's."},
     Setting{"FARANDOLE_SHARE_GPU", &Config::share_gpu, "", 0, 0, true,
             "Whether ranks that share a GPU use NCCL (2.30 or newer) instead of host memory."},
+    Setting{"FARANDOLE_NCCL_REGISTER", &Config::nccl_register, "", 0, 0, true,
+            "Whether buffers in which tensors on a GPU are fused are memory of NCCL's, registered "
+            "with it; not where ranks share a GPU."},
     Setting{
         "FARANDOLE_TIMELINE", &Config::timeline, "path", 0, 0, false,
         "File for the timeline that chrome://tracing shows; {rank} in its name: every rank writes "

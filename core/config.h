@@ -58,6 +58,7 @@ struct Config {
   std::string cuda_plugin;       ///< Path of libfarandole_cuda.so; empty: beside libfarandole.so.
   std::string nccl_library;  ///< Path of the libnccl to use; empty: found (ops/gpu/nccl/library.h).
   bool share_gpu = false;    ///< NCCL also where several ranks share a GPU.
+  bool nccl_register = false;  ///< Fusion buffers on a GPU are registered with NCCL.
   std::string
       mpi_library;  ///< Path of the libmpi to open first; empty: the launcher's, else the loader's.
 };

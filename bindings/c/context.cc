@@ -168,7 +168,7 @@ void Context::AddGpuPlane() {
   GpuPlaneOptions options;
   options.device = gpu_.get();
   options.host = joined_->host_plane.get();
-  options.nccl = MakeNcclProvider(config_.nccl_library, config_.share_gpu);
+  options.nccl = MakeNcclProvider(config_.nccl_library, config_.share_gpu, config_.nccl_register);
   options.counters = &joined_->counters;
   options.log = joined_->log.get();
   options.host_name = ThisHost();

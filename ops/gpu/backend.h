@@ -78,6 +78,7 @@ struct NcclSetOptions {
   int size = 2;                ///< Members of the set; one alone needs no NCCL.
   int index = 0;               ///< Position of this rank among them.
   bool shared_gpu = false;     ///< Ranks share a GPU: few blocks per kernel, so that all fit on it.
+  bool registers = false;      ///< Fusion buffers are registered with NCCL; alike on all members.
   /// Which rank is on which GPU of which host; ends every error message.
   std::string ranks_text = {};
 };

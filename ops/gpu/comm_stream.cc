@@ -104,21 +104,25 @@ Result<std::unique_ptr<LaunchStreams>> LaunchStreams::Create(Device& device, Cou
 }
 
 void LaunchStreams::End() {
-  for (FusionBuffer& buffer : buffers_) replaced_.push_back(std::exchange(buffer, {}));
-  for (const FusionBuffer& buffer : std::exchange(replaced_, {})) {
-    if (buffer.memory != nullptr) device_.Free(buffer.memory);
-  }
+  buffers.End();
   for (std::unique_ptr<CommStream>* stream : {&pack, &collective, &unpack}) *stream = nullptr;
   if (poisoned_ != nullptr) device_.Free(std::exchange(poisoned_, nullptr));
   if (poison_ != nullptr) device_.FreePinned(std::exchange(poison_, nullptr));
 }
 
-Result<LaunchStreams::FusionBuffer*> LaunchStreams::NextBuffer(int64_t size_bytes) {
-  FusionBuffer& buffer = buffers_[last_ = 1 - last_];
+void FusionBuffers::End() {
+  for (Buffer& buffer : buffers_) replaced_.push_back(std::exchange(buffer, {}));
+  for (const Buffer& buffer : std::exchange(replaced_, {})) {
+    if (buffer.memory != nullptr) free_(buffer.memory);
+  }
+}
+
+Result<FusionBuffers::Buffer*> FusionBuffers::Next(int64_t size_bytes) {
+  Buffer& buffer = buffers_[last_ = 1 - last_];
   if (size_bytes <= buffer.size_bytes) return &buffer;
   const int64_t wanted = std::max(size_bytes, buffer.size_bytes * 3 / 2);
   const int64_t rounded = (wanted + kPageBytes - 1) / kPageBytes * kPageBytes;
-  Result<void*> memory = device_.Allocate(rounded);
+  Result<void*> memory = allocate_(rounded);
   if (!memory.ok()) {
     return ResourceExhausted("no fusion buffer of " + std::to_string(rounded) +
                              " bytes: " + memory.status().message());

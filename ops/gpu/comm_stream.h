@@ -4,8 +4,10 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "core/counters.h"
@@ -53,6 +55,44 @@ class CommStream {
   std::vector<std::shared_ptr<DeviceEvent>> events_;  // all there are; some in use outside
 };
 
+/// Two buffers in turn, in which tensors of a slice lie end to end. One that became too small is
+/// kept to the end, because to free memory waits for the whole device, and so perhaps for peers.
+///
+/// Thread safety: one thread at a time, but for `size_bytes`. Lifetime: nobody uses the memory when
+/// it ends, or it is leaked.
+class FusionBuffers {
+ public:
+  struct Buffer {
+    void* memory = nullptr;
+    int64_t size_bytes = 0;
+    std::shared_ptr<DeviceEvent> free;  ///< From then on it may be written again; nullptr: at once.
+  };
+  using Allocate = std::function<Result<void*>(int64_t size_bytes)>;
+  using Free = std::function<void(void* memory)>;
+
+  FusionBuffers(Allocate allocate, Free free)
+      : allocate_(std::move(allocate)), free_(std::move(free)) {}
+  ~FusionBuffers() { End(); }
+  FusionBuffers(const FusionBuffers&) = delete;
+  FusionBuffers& operator=(const FusionBuffers&) = delete;
+
+  /// The other one of the two, at least that large. Which one, and how large it then is, follows
+  /// from the sizes asked for so far. @return ResourceExhausted if there is no memory.
+  Result<Buffer*> Next(int64_t size_bytes);
+  /// Of both and what they replaced; from any thread.
+  int64_t size_bytes() const { return size_bytes_.load(); }
+  /// Frees them all. None may follow.
+  void End();
+
+ private:
+  const Allocate allocate_;
+  const Free free_;
+  std::array<Buffer, 2> buffers_;
+  std::vector<Buffer> replaced_;
+  std::atomic<int64_t> size_bytes_{0};
+  size_t last_ = 0;
+};
+
 /// What the launches of one GPU share: three streams, so that the next slice is packed and the last
 /// one unpacked beside the collective, two fusion buffers for that, and the flag that poisons
 /// results.
@@ -66,17 +106,6 @@ class LaunchStreams {
   LaunchStreams(const LaunchStreams&) = delete;
   LaunchStreams& operator=(const LaunchStreams&) = delete;
 
-  /// In which tensors of a slice lie end to end.
-  struct FusionBuffer {
-    void* memory = nullptr;
-    int64_t size_bytes = 0;
-    std::shared_ptr<DeviceEvent> free;  ///< From then on it may be written again; nullptr: at once.
-  };
-  /// The other one of the two, at least that large. What it replaces is kept to the end, because to
-  /// free memory waits for the whole device, and so perhaps for peers.
-  /// @return ResourceExhausted if there is no memory.
-  Result<FusionBuffer*> NextBuffer(int64_t size_bytes);
-
   /// From now on results become NaN (every bit set): an aborted collective ends like any other and
   /// leaves undefined values, which a step of the optimizer that is already enqueued would apply.
   void Poison();
@@ -85,25 +114,23 @@ class LaunchStreams {
   Status LookForPoison() { return unpack->CopyFlag(poison_, poisoned_); }
   /// The flag, for CastSpec::poisoned in `unpack`.
   const uint32_t* poisoned() const { return poisoned_; }
-  /// Of both buffers and what they replaced; from any thread.
-  int64_t size_bytes() const { return size_bytes_.load(); }
   /// Frees memory and streams, which waits for the device. Nothing may follow.
   void End();
 
   std::unique_ptr<CommStream> pack;
   std::unique_ptr<CommStream> collective;
   std::unique_ptr<CommStream> unpack;
+  FusionBuffers buffers;
 
  private:
-  explicit LaunchStreams(Device& device) : device_(device) {}
+  explicit LaunchStreams(Device& device)
+      : buffers([&device](int64_t size_bytes) { return device.Allocate(size_bytes); },
+                [&device](void* memory) { device.Free(memory); }),
+        device_(device) {}
 
   Device& device_;
   uint32_t* poison_ = nullptr;    // pinned: set by the host
   uint32_t* poisoned_ = nullptr;  // on the device
-  std::array<FusionBuffer, 2> buffers_;
-  std::vector<FusionBuffer> replaced_;
-  std::atomic<int64_t> size_bytes_{0};
-  size_t last_ = 0;
 };
 
 }  // namespace farandole

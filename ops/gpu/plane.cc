@@ -115,7 +115,7 @@ GpuPlane::~GpuPlane() {
   queue_->Abort(Aborted("the GPU plane has ended"));
   if (queue_->Stop(options_.stop_timeout_ns)) return;
   queue_->Detach();
-  options_.counters->Add(Counter::kQuarantinedBytes, queue_->streams().size_bytes());
+  options_.counters->Add(Counter::kQuarantinedBytes, queue_->streams().buffers.size_bytes());
   (void)queue_.release();
 }
 

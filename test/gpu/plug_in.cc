@@ -49,7 +49,8 @@ MakePlaneOnDevice GpuPlaneHere(Doorbell& bell, Counters* counters) {
     GpuPlaneOptions options;
     options.device = &gpu;
     options.host = &host;
-    options.nccl = MakeNcclProvider(Setting("FARANDOLE_NCCL"), SharesGpu());
+    options.nccl = MakeNcclProvider(Setting("FARANDOLE_NCCL"), SharesGpu(),
+                                    Setting("FARANDOLE_NCCL_REGISTER") == "1");
     options.counters = counters != nullptr ? counters : &others;
     options.log = &PlaneLog();
     options.host_name = "here";

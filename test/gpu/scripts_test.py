@@ -116,7 +116,7 @@ def test_every_target_passes_with_good_figures(tmp_path):
         ("bench-move", 4, "copy_per_tensor_us", 329.0,
          "ResNet-50 fp32 -> fp16 pack >= 6 x faster than per-tensor copies"),
         ("bench-plane", 0, "host_us", 300.1, "start to launch of a batch <= 300 us"),
-        ("bench-plane", 0, "launches_per_batch", 2.5, "<= 2 launches of ours per batch"),
+        ("bench-plane", 0, "launches_per_batch", 3.5, "<= 3 launches of ours per batch"),
         ("bench-step", 0, "overhead_percent", 1.6, "world-1 step overhead <= DDP's"),
         ("bench-plane-mps", 1, "busbw_gb_per_s", 89.0,
          "bus bandwidth >= 90 % of a bare ncclAllReduce loop's, batches of 25 MiB"),

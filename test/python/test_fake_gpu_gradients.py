@@ -4,6 +4,8 @@ The rows of the 16-bit wires are left out: there NCCL rounds otherwise than plan
 """
 
 import gc
+import pathlib
+import sys
 import time
 import types
 import weakref
@@ -26,6 +28,8 @@ import test_gradient_windows
 import test_state
 from fake_gpu import needs_fake_gpu, pose, read_by_the_host, reading
 from farandole import basics
+from farandole.torch import _compat
+from farandole.torch import _library as torch_library
 from jobs import Job
 from models import parameter
 from ranks import run_threads
@@ -160,6 +164,48 @@ def test_a_gradient_is_sent_behind_its_own_stream(gpus):
         return seen
 
     assert run_threads(2, body) == [(1.5, 1.0)] * 2
+
+
+def calls_into_the_package(function):
+    """How many functions of farandole.torch are called on this thread, those that read tensors aside.
+
+    On a GPU torch's C functions read them and name the current stream; here the fake does.
+    """
+    readers = {torch_library.__file__, _compat.__file__}
+    package = pathlib.Path(torch_library.__file__).parent
+    count = 0
+
+    def on_event(frame, event, _detail):
+        nonlocal count
+        file = frame.f_code.co_filename
+        count += event == "call" and file not in readers and pathlib.Path(file).is_relative_to(package)
+
+    sys.setprofile(on_event)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_no_python_runs_for_each_gradient_of_a_pass(gpus):
+    def calls_of_a_step(parameters):
+        def body(rank):
+            weights = [parameter(1.0) for _ in range(parameters)]
+            optimizer = Job(2).sgd(*weights)
+            for _ in range(3):
+                loss = torch.stack(weights).sum()
+                calls = calls_into_the_package(loss.backward)
+                optimizer.step()
+                gpus.mine.synchronize(gpus.mine.stream())
+                optimizer.zero_grad(set_to_none=False)
+            return calls
+
+        return run_threads(2, body)[0]
+
+    few, many = calls_of_a_step(10), calls_of_a_step(210)
+    assert few > 0
+    assert many - few < 20, "none for each of the 200"
 
 
 def test_gradients_dropped_after_backward_stay_until_the_gpu_is_done(gpus, monkeypatch):

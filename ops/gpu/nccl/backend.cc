@@ -1,6 +1,9 @@
 #include "ops/gpu/nccl/backend.h"
 
+#include <algorithm>
+#include <chrono>
 #include <cstdlib>
+#include <thread>
 #include <utility>
 
 #include "ops/gpu/nccl/communicator.h"
@@ -21,17 +24,23 @@ class NcclSet final : public LaunchQueue::Client {
           int64_t slice_bytes)
       : queue_(queue),
         slice_bytes_(slice_bytes),
+        registers_(options.registers),
         communicator_(std::make_unique<NcclCommunicator>(library, options,
-                                                         [&queue] { return queue.failed(); })) {}
+                                                         [&queue] { return queue.failed(); })),
+        registered_(
+            [this](int64_t size_bytes) { return communicator_->AllocateRegistered(size_bytes); },
+            [&library](void* memory) { NcclCommunicator::FreeRegistered(library, memory); }) {}
+  ~NcclSet() override { NcclSet::End(); }
 
   Status Connect() override { return communicator_->Connect(); }
   Status Launch(const Batch& batch, LaunchTask& task) override;
   Result<bool> Check() override;
   void Abort() override { communicator_->Abort(); }
-  void End() override { communicator_ = nullptr; }
+  void End() override;
 
  private:
   Status RunSlice(const Batch& slice);
+  FusionBuffers& BuffersFor(const Batch& slice);
   /// What comes next in a stream waits for what the other one holds now.
   static Status Follow(CommStream& earlier, CommStream& later) {
     std::shared_ptr<DeviceEvent> event;
@@ -41,7 +50,9 @@ class NcclSet final : public LaunchQueue::Client {
 
   LaunchQueue& queue_;
   const int64_t slice_bytes_;
+  const bool registers_;
   std::unique_ptr<NcclCommunicator> communicator_;  // until End
+  FusionBuffers registered_;
   NcclSlices slices_;
   NcclPlan plan_;
   std::shared_ptr<DeviceEvent> end_;  // of the batch launched last
@@ -63,9 +74,9 @@ Status NcclSet::Launch(const Batch& batch, LaunchTask& task) {
 // only then be marked.
 Status NcclSet::RunSlice(const Batch& slice) {
   LaunchStreams& streams = queue_.streams();
-  LaunchStreams::FusionBuffer* buffer = nullptr;
+  FusionBuffers::Buffer* buffer = nullptr;
   const auto next_buffer = [&](int64_t size_bytes) -> Result<void*> {
-    Result<LaunchStreams::FusionBuffer*> next = streams.NextBuffer(size_bytes);
+    Result<FusionBuffers::Buffer*> next = BuffersFor(slice).Next(size_bytes);
     if (!next.ok()) return next.status();
     buffer = next.value();
     FARANDOLE_RETURN_IF_ERROR(streams.pack->WaitFor(buffer->free));
@@ -82,6 +93,28 @@ Status NcclSet::RunSlice(const Batch& slice) {
     FARANDOLE_RETURN_IF_ERROR(streams.unpack->Cast(plan_.unpack, plan_.unpack_spec));
   }
   return buffer == nullptr ? Status() : streams.unpack->Record(buffer->free);
+}
+
+// NCCL's ranks meet to use registered memory, and hang where some use another: so it is used only
+// for what goes through a buffer on every rank, by what all know alike, and by one set alone, whose
+// members then use the same one of the two, of the same size.
+FusionBuffers& NcclSet::BuffersFor(const Batch& slice) {
+  const auto tensors = std::count_if(slice.segments.begin(), slice.segments.end(),
+                                     [](const Segment& segment) { return segment.count > 0; });
+  const bool fuses_everywhere = slice.kind == OpKind::kAllreduce && tensors > 1;
+  return registers_ && fuses_everywhere ? registered_ : queue_.streams().buffers;
+}
+
+// The last results may still be unpacked from registered memory. After a failure the queue has
+// drained its streams before this.
+void NcclSet::End() {
+  communicator_ = nullptr;
+  while (registers_ && end_ != nullptr && !queue_.failed()) {
+    const Result<bool> complete = end_->IsComplete();
+    if (!complete.ok() || complete.value()) break;
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  registered_.End();
 }
 
 Result<bool> NcclSet::Check() {
@@ -121,7 +154,8 @@ void SetDefault(const char* variable, const char* value) {
 
 class ProcessNccl final : public NcclProvider {
  public:
-  ProcessNccl(std::string path, bool share_gpu) : path_(std::move(path)), share_gpu_(share_gpu) {}
+  ProcessNccl(std::string path, bool share_gpu, bool registers)
+      : path_(std::move(path)), share_gpu_(share_gpu), registers_(registers) {}
 
   // ncclConfig_t has no fields for these two; the limit of blocks it has (NcclCommunicator).
   Result<NcclFound> Find() override {
@@ -136,12 +170,14 @@ class ProcessNccl final : public NcclProvider {
   }
   Result<std::string> MakeUniqueId() override { return library_->MakeUniqueId(); }
   std::unique_ptr<GpuBackend> Make(LaunchQueue& queue, NcclSetOptions options) override {
+    options.registers = registers_ && !options.shared_gpu;
     return MakeNcclBackend(*library_, queue, options);
   }
 
  private:
   const std::string path_;
   const bool share_gpu_;
+  const bool registers_;
   const NcclLibrary* library_ = nullptr;
 };
 
@@ -152,8 +188,9 @@ std::unique_ptr<GpuBackend> MakeNcclBackend(const NcclLibrary& library, LaunchQu
   return std::make_unique<NcclBackend>(library, queue, options, slice_bytes);
 }
 
-std::unique_ptr<NcclProvider> MakeNcclProvider(const std::string& path, bool share_gpu) {
-  return std::make_unique<ProcessNccl>(path, share_gpu);
+std::unique_ptr<NcclProvider> MakeNcclProvider(const std::string& path, bool share_gpu,
+                                               bool registers) {
+  return std::make_unique<ProcessNccl>(path, share_gpu, registers);
 }
 
 }  // namespace farandole

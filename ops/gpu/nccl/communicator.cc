@@ -85,6 +85,27 @@ Status NcclCommunicator::Run(std::span<const NcclCall> calls, NcclStream stream)
                   ended);
 }
 
+// The handle is not needed: a communicator ends its registrations (NCCL 2.27, src/init.cc:
+// commFree, src/register/register.cc: ncclRegCleanup).
+Result<void*> NcclCommunicator::AllocateRegistered(int64_t size_bytes) {
+  if (!failure_.ok()) return failure_;
+  const auto size = static_cast<size_t>(size_bytes);
+  void* memory = nullptr;
+  if (const NcclResult got = api().MemAlloc(&memory, size); got != NcclResult::kSuccess) {
+    return ResourceExhausted(Fail("ncclMemAlloc", got).message());
+  }
+  void* handle = nullptr;
+  const Status status =
+      Complete("ncclCommRegister", api().CommRegister(comm_, memory, size, &handle));
+  if (status.ok()) return memory;
+  FreeRegistered(library_, memory);
+  return status;
+}
+
+void NcclCommunicator::FreeRegistered(const NcclLibrary& library, void* memory) {
+  (void)library.api().MemFree(memory);  // what fails here, failed before
+}
+
 NcclResult NcclCommunicator::Enqueue(const NcclCall& call, NcclStream stream) {
   const auto count = static_cast<size_t>(call.count);
   switch (call.kind) {

@@ -44,6 +44,12 @@ class NcclCommunicator {
   /// One call, or several as a group. Waits for the peers' calls at the first use of one of
   /// NCCL's algorithms only.
   Status Run(std::span<const NcclCall> calls, NcclStream stream);
+  /// Memory of the GPU by ncclMemAlloc, registered here until the communicator ends.
+  /// @return ResourceExhausted if there is none; Internal if it cannot be registered: as on a peer
+  /// it may be, this must not go on.
+  Result<void*> AllocateRegistered(int64_t size_bytes);
+  /// What that gave, once the communicator has ended. From any thread.
+  static void FreeRegistered(const NcclLibrary& library, void* memory);
   /// An error that came after a call.
   Status CheckAsync();
   /// Makes its kernels end. Blocks until the streams have come to them. Later calls return Aborted.

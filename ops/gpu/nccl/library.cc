@@ -149,6 +149,9 @@ const char* BindAll(void* handle, NcclApi& api) {
   bind(api.ReduceScatter, "ncclReduceScatter");
   bind(api.Send, "ncclSend");
   bind(api.Recv, "ncclRecv");
+  bind(api.MemAlloc, "ncclMemAlloc");
+  bind(api.MemFree, "ncclMemFree");
+  bind(api.CommRegister, "ncclCommRegister");
   bind(api.GroupStart, "ncclGroupStart");
   bind(api.GroupEnd, "ncclGroupEnd");
   return missing;

@@ -1,6 +1,6 @@
 // The process's libnccl, found at run time; never linked, never two. And the part of NCCL's C
 // interface that is used here: types by size, enumerators by number, functions by signature. It has
-// not changed since 2.18, so no NCCL header is needed to build; test/unit/ops/nccl_abi_test.cc
+// not changed since 2.19, so no NCCL header is needed to build; test/unit/ops/nccl_abi_test.cc
 // compares it with a real one where that is at hand.
 #pragma once
 
@@ -99,6 +99,9 @@ struct NcclApi {
                      NcclStream stream) = nullptr;
   NcclResult (*Recv)(void* out, size_t count, NcclDataType type, int peer, NcclComm comm,
                      NcclStream stream) = nullptr;
+  NcclResult (*MemAlloc)(void** memory, size_t size) = nullptr;
+  NcclResult (*MemFree)(void* memory) = nullptr;
+  NcclResult (*CommRegister)(NcclComm comm, void* memory, size_t size, void** handle) = nullptr;
   NcclResult (*GroupStart)() = nullptr;
   NcclResult (*GroupEnd)() = nullptr;
 };

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <random>
 #include <thread>
@@ -208,6 +209,28 @@ const char* ncclGetErrorString(ncclResult_t result) {
     default:
       return "unknown result code (fake NCCL)";
   }
+}
+
+// Aligned as NCCL's granularity of 2 MiB is not: nothing depends on it.
+ncclResult_t ncclMemAlloc(void** ptr, size_t size) {
+  const int failed = Journal().Begin("ncclMemAlloc", -1);
+  if (failed != 0) return static_cast<ncclResult_t>(failed);
+  *ptr = std::aligned_alloc(4096, (size + 4095) / 4096 * 4096);
+  return *ptr != nullptr ? ncclSuccess : ncclUnhandledCudaError;
+}
+
+ncclResult_t ncclMemFree(void* ptr) {
+  const int failed = Journal().Begin("ncclMemFree", -1);
+  if (failed != 0) return static_cast<ncclResult_t>(failed);
+  std::free(ptr);
+  return ncclSuccess;
+}
+
+ncclResult_t ncclCommRegister(const ncclComm_t comm, void* buff, size_t size, void** handle) {
+  FakeNcclUse use({.name = "ncclCommRegister", .comm = comm, .count = static_cast<int64_t>(size)});
+  if (!use.ok()) return use.result();
+  *handle = buff;
+  return use.End(ncclSuccess);
 }
 
 ncclResult_t ncclCommCount(const ncclComm_t comm, int* count) {

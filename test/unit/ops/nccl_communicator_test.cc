@@ -93,6 +93,16 @@ TEST_F(NcclCommunicatorTest, SleepsOnlyInACallThatTakesLongerThanALaunch) {
   EXPECT_EQ(communicator_->sleeps(), 5) << "complete after 150 us";
 }
 
+TEST_F(NcclCommunicatorTest, FailsWhereMemoryCannotBeRegisteredAsOnThePeers) {
+  Connect();
+  nccl_.answers["CommRegister"] = {NcclResult::kSystemError};
+  EXPECT_THAT(communicator_->AllocateRegistered(64).status().message(),
+              StartsWith("ncclCommRegister: "));
+  EXPECT_FALSE(communicator_->AllocateRegistered(64).ok());
+  EXPECT_FALSE(Reduce().ok());
+  EXPECT_THAT(nccl_.calls, ElementsAre("MemAlloc", "CommRegister", "MemFree"));
+}
+
 TEST_F(NcclCommunicatorTest, WaitsForPeersNoLongerOnceItIsGivenUp) {
   nccl_.answers["CommInitRankConfig"] = {NcclResult::kInProgress};
   nccl_.states.assign(1000, NcclResult::kInProgress);

@@ -17,9 +17,11 @@ namespace farandole {
 /// Thread safety: none; launch threads do the rest. Lifetime: the library outlives it.
 class NcclRanks {
  public:
-  NcclRanks(const NcclLibrary& library, int size, int64_t slice_bytes = kNcclSliceBytes)
+  NcclRanks(const NcclLibrary& library, int size, int64_t slice_bytes = kNcclSliceBytes,
+            bool registers = false)
       : runtime_(size) {
     NcclSetOptions options;
+    options.registers = registers;
     options.unique_id = library.MakeUniqueId().value();
     options.size = size;
     options.ranks_text = "who is where";

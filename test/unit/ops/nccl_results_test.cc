@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <map>
 #include <numeric>
 #include <random>
 #include <thread>
@@ -155,6 +156,22 @@ TEST_F(NcclResultsTest, AreTheSameInSlicesThatPassThroughTwoBuffers) {
   RunCase(ranks, large, 10'000);
   // 100 KB on the wire went through pages of 2 MiB that hold a slice each.
   EXPECT_EQ(ranks.device(0).counts().live_blocks, kFlagBlocks + 2);
+}
+
+TEST_F(NcclResultsTest, AreTheSameInRegisteredBuffers) {
+  std::mt19937 random(3);
+  {
+    NcclRanks ranks(Library(), 3, /*slice_bytes=*/64, /*registers=*/true);
+    for (int i = 0; i < 100 && !HasFatalFailure(); ++i) RunCase(ranks, Draw(3, random), 10'000);
+  }
+  std::map<int, int64_t> registrations;  // by rank
+  for (size_t i = 0; i < control().calls(); ++i) {
+    const FakeNcclCall call = control().call(i);
+    if (std::string(call.name) == "ncclCommRegister") ++registrations[call.rank];
+  }
+  EXPECT_EQ(registrations, (std::map<int, int64_t>{{0, 2}, {1, 2}, {2, 2}})) << "as on the peers";
+  EXPECT_EQ(control().times("ncclMemAlloc"), 6);
+  EXPECT_EQ(control().times("ncclMemFree"), 6);
 }
 
 /// Four floats per rank, launched by a test itself.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdlib>
 #include <deque>
 #include <functional>
 #include <map>
@@ -120,6 +121,15 @@ class ScriptedNccl {
     api.Recv = [](void*, size_t, NcclDataType, int, NcclComm, NcclStream) {
       return Answer("Recv");
     };
+    api.MemAlloc = [](void** memory, size_t size) {
+      *memory = std::malloc(size);
+      return Answer("MemAlloc");
+    };
+    api.MemFree = [](void* memory) {
+      std::free(memory);
+      return Answer("MemFree");
+    };
+    api.CommRegister = [](NcclComm, void*, size_t, void**) { return Answer("CommRegister"); };
     api.GroupStart = [] { return Answer("GroupStart"); };
     api.GroupEnd = [] { return Answer("GroupEnd"); };
     return api;

@@ -77,8 +77,8 @@ def with_reading(library: type) -> Any:
             return tensor.data_ptr(), name, tuple(tensor.shape), tensor.stride(), index
 
         def stream(self, tensor: torch.Tensor) -> tuple[int, int]:
-            device = tensor.device
-            return device.index, torch.cuda.current_stream(device).cuda_stream
+            index = tensor.get_device()  # without a torch.cuda.Stream: this runs for each gradient
+            return index, torch._C._cuda_getCurrentRawStream(index)
 
         def empty(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
             return like.new_empty(shape)
