@@ -38,8 +38,11 @@ struct Segment {
 /// as the collectives it is composed of (ops/cpu/adasum.h); the other kinds ignore op, factors and
 /// wire.
 struct Batch : Collective {
-  int64_t number = 0;             ///< Decision number: ascending per set.
-  int32_t index = 0;              ///< Which batch of that decision, from 0.
+  int64_t number = 0;  ///< Decision number: ascending per set.
+  int32_t index = 0;   ///< Which batch of that decision, from 0.
+  /// The next batch of the decision comes as soon as this one is started: a GPU may launch the two
+  /// together. Alike on all members.
+  bool is_followed = false;
   uint32_t set = 0;               ///< Uid of the process set.
   std::span<const int> ranks;     ///< Members, as AddSet had them.
   int my_index = 0;               ///< Index of this rank in `ranks`.

@@ -112,6 +112,8 @@ Status Executor::Execute(const WorkDecision& work, int64_t now_ns) {
     pool_.pop_back();
     run->batch.index = static_cast<int32_t>(i);
     FARANDOLE_RETURN_IF_ERROR(Fill(*run, work, plans_[i], *set));
+    run->batch.is_followed =
+        i + 1 < plan_count && CanBeJoined(work, plans_[i]) && CanBeJoined(work, plans_[i + 1]);
     counters_.Add(Counter::kBatches);
     counters_.Add(Counter::kTensors, static_cast<int64_t>(plans_[i].entries.size()));
     // TakeSizes counts the bytes of an alltoall.
@@ -125,6 +127,13 @@ Status Executor::Execute(const WorkDecision& work, int64_t now_ns) {
     if (operation != nullptr && operation->batches_left == 0) events_.OnOperationDone(*operation);
   }
   return {};
+}
+
+// One collective on its plane, which waits for no exchange of sizes before it starts.
+bool Executor::CanBeJoined(const WorkDecision& work, const BatchPlan& plan) {
+  const auto key = static_cast<size_t>(plan.entries.front().key);
+  const Signature& signature = *work.keys[key].signature;
+  return signature.kind == OpKind::kAllreduce && signature.op != ReduceOp::kAdasum;
 }
 
 // What gives the memory is the user's, and borrowed like tensors: nobody may call it any more once

@@ -36,15 +36,21 @@ class SoloSet final : public LaunchQueue::Client {
  public:
   explicit SoloSet(LaunchQueue& queue) : queue_(queue) {}
 
-  Status Launch(const Batch& batch, LaunchTask& task) override {
+  Status Launch(std::span<const std::shared_ptr<LaunchTask>> tasks) override {
+    for (const auto& task : tasks) {
+      FARANDOLE_RETURN_IF_ERROR(LaunchOne(task->batch.batch(), *task));
+    }
+    return {};
+  }
+
+ private:
+  Status LaunchOne(const Batch& batch, LaunchTask& task) {
     CommStream& stream = *queue_.streams().unpack;
     FARANDOLE_RETURN_IF_ERROR(stream.WaitFor(batch.ready));
     FARANDOLE_RETURN_IF_ERROR(stream.Record(task.inputs));
     FARANDOLE_RETURN_IF_ERROR(stream.Cast(Items(batch), SpecOf(batch)));
     return stream.Record(task.end);
   }
-
- private:
   std::vector<CastItem>& Items(const Batch& batch) {
     items_.clear();
     for (const Segment& segment : batch.segments) {

@@ -145,14 +145,44 @@ Status LaunchQueue::Do(const Work& work) {
       clients_.push_back(work.client);
       return work.client->Connect();
     case Work::Kind::kLaunch:
-      FARANDOLE_RETURN_IF_ERROR(work.client->Launch(work.task->batch.batch(), *work.task));
-      work.task->SetLaunched();
-      return {};
+      return LaunchWithFollowers(work);
     case Work::Kind::kEnd:
       EndClient(work.client);
       return {};
   }
   return {};
+}
+
+// What follows was decided with it, and the engine starts all of a decision at once.
+Status LaunchQueue::LaunchWithFollowers(const Work& first) {
+  together_.assign({first.task});
+  while (together_.back()->batch.batch().is_followed) {
+    std::shared_ptr<LaunchTask> next = NextOf(*first.client);
+    if (next == nullptr)
+      return failed() ? failure() : Internal("a batch that follows did not come");
+    together_.push_back(std::move(next));
+  }
+  FARANDOLE_RETURN_IF_ERROR(first.client->Launch(together_));
+  for (const std::shared_ptr<LaunchTask>& task : together_) task->SetLaunched();
+  together_.clear();
+  return {};
+}
+
+// Waits for the client's next batch, which may not have been pushed yet. @return nullptr: none
+// comes any more.
+std::shared_ptr<LaunchTask> LaunchQueue::NextOf(const Client& client) {
+  std::unique_lock lock(mutex_);
+  auto next = work_.end();
+  changed_.wait(lock, [&] {
+    next = std::find_if(work_.begin(), work_.end(), [&](const Work& one) {
+      return one.kind == Work::Kind::kLaunch && one.client.get() == &client;
+    });
+    return next != work_.end() || stop_ || failed();
+  });
+  if (next == work_.end()) return nullptr;
+  std::shared_ptr<LaunchTask> task = std::move(next->task);
+  work_.erase(next);
+  return task;
 }
 
 // Sleeps until there is work; meanwhile looks after what is in flight. @return nothing at the end.

@@ -13,6 +13,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -68,8 +69,9 @@ class LaunchQueue {
   class Client {
    public:
     virtual ~Client() = default;
-    /// Sets the task's events.
-    virtual Status Launch(const Batch& batch, LaunchTask& task) = 0;
+    /// Batches of one decision, in order, all members' launches of them alike. Sets the tasks'
+    /// events.
+    virtual Status Launch(std::span<const std::shared_ptr<LaunchTask>> tasks) = 0;
     /// Before the first batch.
     virtual Status Connect() { return {}; }
     /// @return Whether work may be in flight; the error that ended it.
@@ -91,7 +93,8 @@ class LaunchQueue {
   /// they come to the end of theirs.
   void Add(std::shared_ptr<Client> client) { Push({Work::Kind::kConnect, std::move(client), {}}); }
   void Remove(std::shared_ptr<Client> client) { Push({Work::Kind::kEnd, std::move(client), {}}); }
-  /// Lets the client launch a batch, of which a copy is taken.
+  /// Lets the client launch a batch, of which a copy is taken. One that is followed is launched
+  /// with the one that follows.
   std::shared_ptr<LaunchTask> Launch(std::shared_ptr<Client> client, const Batch& batch);
   /// Ends all that runs and waits, without waiting for it. The first reason counts.
   void Abort(Status why);
@@ -124,6 +127,8 @@ class LaunchQueue {
   void Push(Work work);
   void Run();
   Status Do(const Work& work);
+  Status LaunchWithFollowers(const Work& first);
+  std::shared_ptr<LaunchTask> NextOf(const Client& client);
   void EndClient(std::shared_ptr<Client> client);
   void Wake();
   std::optional<Work> Next();
@@ -146,7 +151,8 @@ class LaunchQueue {
   bool ended_ = false;
   int ending_ = 0;  // clients
 
-  std::vector<std::shared_ptr<Client>> clients_;  // these three: of the launch thread
+  std::vector<std::shared_ptr<Client>> clients_;  // these four: of the launch thread
+  std::vector<std::shared_ptr<LaunchTask>> together_;
   bool in_flight_ = false;
   bool aborted_ = false;
   std::thread thread_;

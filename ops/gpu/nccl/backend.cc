@@ -2,9 +2,13 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstddef>
 #include <cstdlib>
+#include <iterator>
+#include <span>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "ops/gpu/nccl/communicator.h"
 #include "ops/gpu/nccl/library.h"
@@ -12,6 +16,25 @@
 
 namespace farandole {
 namespace {
+
+/// Batches of one decision that are launched together have no more: what takes longer than a launch
+/// gains nothing by it, and would be packed before the first is reduced.
+constexpr int64_t kTogetherBytes = int64_t{8} << 20;
+
+/// Whether the batch goes through a buffer on every member.
+bool FusesEverywhere(const Batch& batch) {
+  const auto tensors = std::ranges::count_if(
+      batch.segments, [](const Segment& segment) { return segment.count > 0; });
+  return batch.kind == OpKind::kAllreduce && tensors > 1;
+}
+
+/// What an allreduce takes in a fusion buffer at most, in any type and with the gaps: alike on all
+/// members, and a multiple of what a buffer is aligned to.
+int64_t MostPackedBytes(const Batch& batch) {
+  constexpr int64_t kAlignBytes = 256;
+  const int64_t bytes = batch.count * 8 + std::ssize(batch.segments) * 16;
+  return (bytes + kAlignBytes - 1) / kAlignBytes * kAlignBytes;
+}
 
 /// The part of a backend that belongs to the launch thread. The queue holds it, so that it outlives
 /// the backend.
@@ -33,12 +56,17 @@ class NcclSet final : public LaunchQueue::Client {
   ~NcclSet() override { NcclSet::End(); }
 
   Status Connect() override { return communicator_->Connect(); }
-  Status Launch(const Batch& batch, LaunchTask& task) override;
+  Status Launch(std::span<const std::shared_ptr<LaunchTask>> tasks) override;
   Result<bool> Check() override;
   void Abort() override { communicator_->Abort(); }
   void End() override;
 
  private:
+  Status LaunchOne(LaunchTask& task);
+  Status LaunchTogether(std::span<const std::shared_ptr<LaunchTask>> tasks);
+  Status PackTogether(std::span<const std::shared_ptr<LaunchTask>> tasks,
+                      FusionBuffers::Buffer& buffer);
+  size_t CountTogether(std::span<const std::shared_ptr<LaunchTask>> tasks) const;
   Status RunSlice(const Batch& slice);
   FusionBuffers& BuffersFor(const Batch& slice);
   /// What comes next in a stream waits for what the other one holds now.
@@ -55,11 +83,88 @@ class NcclSet final : public LaunchQueue::Client {
   FusionBuffers registered_;
   NcclSlices slices_;
   NcclPlan plan_;
+  std::vector<NcclPlan> plans_;  // these two: of batches that are launched together
+  std::vector<NcclCall> calls_;
   std::shared_ptr<DeviceEvent> end_;  // of the batch launched last
 };
 
+Status NcclSet::Launch(std::span<const std::shared_ptr<LaunchTask>> tasks) {
+  while (!tasks.empty()) {
+    const size_t count = CountTogether(tasks);
+    FARANDOLE_RETURN_IF_ERROR(count == 1 ? LaunchOne(*tasks.front())
+                                         : LaunchTogether(tasks.first(count)));
+    tasks = tasks.subspan(count);
+  }
+  return {};
+}
+
+// How many, from the first, share one group. Alike on all members: NCCL sorts what is in a group
+// and chooses its algorithm by all of it.
+size_t NcclSet::CountTogether(std::span<const std::shared_ptr<LaunchTask>> tasks) const {
+  size_t count = 0;
+  for (int64_t bytes = 0; count < tasks.size(); ++count) {
+    const Batch& batch = tasks[count]->batch.batch();
+    bytes += batch.count * SizeOf(batch.dtype);
+    if (bytes > std::min(kTogetherBytes, slice_bytes_)) break;
+  }
+  return std::max<size_t>(count, 1);
+}
+
+// All packed into one buffer, reduced by one group, then all unpacked.
+Status NcclSet::LaunchTogether(std::span<const std::shared_ptr<LaunchTask>> tasks) {
+  LaunchStreams& streams = queue_.streams();
+  int64_t size_bytes = 0;
+  for (const auto& task : tasks) size_bytes += MostPackedBytes(task->batch.batch());
+  const bool fuses = std::ranges::all_of(
+      tasks, [](const auto& task) { return FusesEverywhere(task->batch.batch()); });
+  Result<FusionBuffers::Buffer*> next =
+      (registers_ && fuses ? registered_ : streams.buffers).Next(size_bytes);
+  if (!next.ok()) return next.status();
+  FusionBuffers::Buffer& buffer = *next.value();
+  FARANDOLE_RETURN_IF_ERROR(PackTogether(tasks, buffer));
+  calls_.clear();
+  for (const NcclPlan& plan : plans_)
+    calls_.insert(calls_.end(), plan.calls.begin(), plan.calls.end());
+  FARANDOLE_RETURN_IF_ERROR(Follow(*streams.pack, *streams.collective));
+  FARANDOLE_RETURN_IF_ERROR(communicator_->Run(calls_, streams.collective->stream()));
+  FARANDOLE_RETURN_IF_ERROR(Follow(*streams.collective, *streams.unpack));
+  FARANDOLE_RETURN_IF_ERROR(streams.LookForPoison());
+  for (NcclPlan& plan : plans_) {
+    plan.unpack_spec.poisoned = streams.poisoned();
+    FARANDOLE_RETURN_IF_ERROR(streams.unpack->Cast(plan.unpack, plan.unpack_spec));
+  }
+  FARANDOLE_RETURN_IF_ERROR(streams.unpack->Record(end_));
+  for (const auto& task : tasks) task->end = end_;
+  buffer.free = end_;
+  return {};
+}
+
+// Plans the batches, each in a part of the buffer.
+Status NcclSet::PackTogether(std::span<const std::shared_ptr<LaunchTask>> tasks,
+                             FusionBuffers::Buffer& buffer) {
+  CommStream& pack = *queue_.streams().pack;
+  for (const auto& task : tasks) {
+    FARANDOLE_RETURN_IF_ERROR(pack.WaitFor(task->batch.batch().ready));
+  }
+  std::shared_ptr<DeviceEvent> inputs;
+  FARANDOLE_RETURN_IF_ERROR(pack.Record(inputs));
+  FARANDOLE_RETURN_IF_ERROR(pack.WaitFor(buffer.free));
+  plans_.resize(tasks.size());
+  auto* part = static_cast<std::byte*>(buffer.memory);
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    const Batch& batch = tasks[i]->batch.batch();
+    tasks[i]->inputs = inputs;
+    const auto source = [&](int64_t) { return Result<void*>(part); };
+    FARANDOLE_RETURN_IF_ERROR(PlanNccl(batch, source, plans_[i]));
+    FARANDOLE_RETURN_IF_ERROR(pack.Cast(plans_[i].pack, plans_[i].pack_spec));
+    part += MostPackedBytes(batch);
+  }
+  return {};
+}
+
 // Slice k + 1 is packed, into the other buffer, while slice k travels and slice k - 1 is unpacked.
-Status NcclSet::Launch(const Batch& batch, LaunchTask& task) {
+Status NcclSet::LaunchOne(LaunchTask& task) {
+  const Batch& batch = task.batch.batch();
   LaunchStreams& streams = queue_.streams();
   FARANDOLE_RETURN_IF_ERROR(streams.pack->WaitFor(batch.ready));
   FARANDOLE_RETURN_IF_ERROR(streams.pack->Record(task.inputs));
@@ -99,10 +204,7 @@ Status NcclSet::RunSlice(const Batch& slice) {
 // for what goes through a buffer on every rank, by what all know alike, and by one set alone, whose
 // members then use the same one of the two, of the same size.
 FusionBuffers& NcclSet::BuffersFor(const Batch& slice) {
-  const auto tensors = std::count_if(slice.segments.begin(), slice.segments.end(),
-                                     [](const Segment& segment) { return segment.count > 0; });
-  const bool fuses_everywhere = slice.kind == OpKind::kAllreduce && tensors > 1;
-  return registers_ && fuses_everywhere ? registered_ : queue_.streams().buffers;
+  return registers_ && FusesEverywhere(slice) ? registered_ : queue_.streams().buffers;
 }
 
 // The last results may still be unpacked from registered memory. After a failure the queue has

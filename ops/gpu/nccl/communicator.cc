@@ -26,6 +26,12 @@ const char* NameOf(NcclCall::Kind kind) {
   return "";  // unreachable
 }
 
+const char* NameOfGroup(NcclCall::Kind first) {
+  if (first == NcclCall::Kind::kAllReduce) return "ncclGroupEnd of ncclAllReduce";
+  return first == NcclCall::Kind::kBroadcast ? "ncclGroupEnd of ncclBroadcast"
+                                             : "ncclGroupEnd of ncclSend and ncclRecv";
+}
+
 bool IsAccepted(NcclResult result) {
   return result == NcclResult::kSuccess || result == NcclResult::kInProgress;
 }
@@ -80,9 +86,7 @@ Status NcclCommunicator::Run(std::span<const NcclCall> calls, NcclStream stream)
   }
   const NcclResult ended = api().GroupEnd();
   if (refused != nullptr) return Fail(refused, result);
-  return Complete(first == NcclCall::Kind::kBroadcast ? "ncclGroupEnd of ncclBroadcast"
-                                                      : "ncclGroupEnd of ncclSend and ncclRecv",
-                  ended);
+  return Complete(NameOfGroup(first), ended);
 }
 
 // The handle is not needed: a communicator ends its registrations (NCCL 2.27, src/init.cc:

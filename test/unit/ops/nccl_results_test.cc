@@ -223,6 +223,71 @@ TEST_F(NcclRanksTest, TheNextSliceIsPackedWhileThisOneTravels) {
   ranks.collective(0).Release();
 }
 
+/// A batch of another type that was decided with the one before.
+class DecidedTogether : public NcclRanksTest {
+ protected:
+  DecidedTogether() {
+    doubles_.members = 2;
+    doubles_.dtype = DType::kFloat64;
+    doubles_.counts = {3, 40, 1};
+    doubles_.any_order = true;
+    wanted_doubles_ = ReferenceResult(doubles_);
+    for (int rank : {0, 1}) {
+      second_runs_.push_back(
+          std::make_unique<RankRun>(doubles_, GlobalSet(rank, 2), 1, wanted_doubles_));
+      batches_[static_cast<size_t>(rank)].is_followed = true;
+    }
+  }
+
+  /// Both batches on both ranks; the first use of an algorithm waits for the peer.
+  bool Finish(NcclRanks& ranks) {
+    std::vector<std::shared_ptr<LaunchTask>> tasks;
+    for (size_t rank : {0u, 1u}) {
+      const int r = static_cast<int>(rank);
+      tasks.push_back(ranks.Begin(r, batches_[rank]).value());
+      tasks.push_back(ranks.Begin(r, second_runs_[rank]->batch()).value());
+    }
+    for (size_t i = 0; i < tasks.size(); ++i) {
+      if (!ranks.Await(static_cast<int>(i / 2), *tasks[i]).ok()) return false;
+      while (!tasks[i]->end->IsComplete().value()) std::this_thread::yield();
+    }
+    return true;
+  }
+
+  PlaneCase doubles_;
+  std::vector<std::byte> wanted_doubles_;
+  std::vector<std::unique_ptr<RankRun>> second_runs_;
+};
+
+TEST_F(DecidedTogether, AreLaunchedByOneGroup) {
+  NcclRanks ranks(Library(), 2);
+  ASSERT_TRUE(Finish(ranks));
+  for (size_t rank : {0u, 1u}) {
+    EXPECT_EQ(runs_[rank]->Check(), "");
+    EXPECT_EQ(second_runs_[rank]->Check(), "");
+    EXPECT_EQ(ranks.counters(static_cast<int>(rank)).Get(Counter::kDeviceLaunches), 5)
+        << "two packs, the flag, two unpacks";
+  }
+  EXPECT_EQ(control().times("ncclGroupEnd"), 2) << "one on each rank";
+  EXPECT_EQ(control().times("ncclAllReduce"), 4);
+}
+
+TEST_F(DecidedTogether, AreNotLaunchedWhenTheSecondDoesNotCome) {
+  NcclRanks ranks(Library(), 2);
+  const std::shared_ptr<LaunchTask> task = ranks.Begin(0, batches_[0]).value();
+  ranks.queue(0).Abort(Aborted("given up"));
+  EXPECT_EQ(ranks.Await(0, *task).code(), Code::kAborted);
+  ranks.queue(1).Abort(Aborted("given up"));
+  EXPECT_EQ(control().times("ncclAllReduce"), 0);
+}
+
+TEST_F(DecidedTogether, AreLaunchedOneByOneWhereTheyAreLarge) {
+  NcclRanks ranks(Library(), 2, /*slice_bytes=*/256);
+  ASSERT_TRUE(Finish(ranks));
+  for (size_t rank : {0u, 1u}) EXPECT_EQ(second_runs_[rank]->Check(), "");
+  EXPECT_EQ(control().times("ncclGroupEnd"), 0);
+}
+
 TEST_F(NcclRanksTest, AnAbortEndsACommunicatorWithABatchInAnyState) {
   const auto abort = [&](const char* setting, const char* value, bool connects) {
     SCOPED_TRACE(setting);

@@ -30,6 +30,26 @@ Signature OnGpu(int64_t count) {
   return signature;
 }
 
+/// Notes which batches are followed by another one of their decision.
+class NotingPlane final : public DataPlane {
+ public:
+  NotingPlane(std::unique_ptr<DataPlane> inner, std::vector<bool>& followed)
+      : inner_(std::move(inner)), followed_(followed) {}
+  const char* name() const override { return inner_->name(); }
+  Status AddSet(uint32_t set, std::span<const int> ranks, int my_index) override {
+    return inner_->AddSet(set, ranks, my_index);
+  }
+  void RemoveSet(uint32_t set) override { inner_->RemoveSet(set); }
+  Result<PlaneOperation*> Start(const Batch& batch) override {
+    followed_.push_back(batch.is_followed);
+    return inner_->Start(batch);
+  }
+
+ private:
+  const std::unique_ptr<DataPlane> inner_;
+  std::vector<bool>& followed_;
+};
+
 /// Ranks on one fake GPU; batches end in `lane`, users work in `user`.
 class EngineOnGpu : public ::testing::Test {
  protected:
@@ -42,7 +62,9 @@ class EngineOnGpu : public ::testing::Test {
           r));
     }
     const auto wrap = [this](int, std::unique_ptr<DataPlane> plane) -> std::unique_ptr<DataPlane> {
-      return std::make_unique<LaunchingPlane>(std::move(plane), runtime_->fake(0), lane_->handle());
+      return std::make_unique<LaunchingPlane>(
+          std::make_unique<NotingPlane>(std::move(plane), followed_), runtime_->fake(0),
+          lane_->handle());
     };
     job_ = std::make_unique<SteppedJob>(
         size, options, wrap, [this](int r) { return gpus_[static_cast<size_t>(r)].get(); });
@@ -81,6 +103,7 @@ class EngineOnGpu : public ::testing::Test {
   FakeStream* user_ = runtime_->fake(0).NewStream();
   FakeStream* lane_ = runtime_->fake(0).NewStream();
   ProducerStream here_{0, user_->handle()};
+  std::vector<bool> followed_;  // batch by batch
   std::vector<std::unique_ptr<RankDevice>> gpus_;
   std::unique_ptr<SteppedJob> job_;
 };
@@ -331,6 +354,7 @@ TEST_F(EngineOnGpu, FusesUpToTheThresholdOfItsOwn) {
   auto work = job_->engine(0).Start(operation, in, out, {}, true, {&here_, 1});
   SettleUntil([&] { return work.value()->done(); });
   EXPECT_EQ(job_->counters(0).Get(Counter::kBatches), 2);
+  EXPECT_EQ(followed_, (std::vector<bool>{true, false}));
 }
 
 TEST_F(EngineOnGpu, OrdersAStreamAfterARoundOfGradients) {
