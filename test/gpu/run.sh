@@ -273,8 +273,10 @@ step_if "${no_mpi:-$no_time}" processes-staged 200 "${some_processes[@]}" 2 "${c
 step_if "$no_time" conformance-staged 300 "${plane_test[@]}" --gtest_filter='*StagedOneGpu*'
 no_pair=$no_nccl
 ((fake)) || (($(fact gpu_count) > 1)) || no_pair="there is one GPU"
-step_if "${no_pair:-$no_time}" conformance-nccl 200 "${programs[@]}" FARANDOLE_TEST_CUDA_DEVICES=2 \
-  "$kit/bin/gpu_plane_test" --gtest_filter='*NcclGpuPerRank*'
+pair_test=("${programs[@]}" FARANDOLE_TEST_CUDA_DEVICES=2)
+pair_only=("$kit/bin/gpu_plane_test" --gtest_filter='*NcclGpuPerRank*')
+step_if "${no_pair:-$no_time}" conformance-nccl 200 "${pair_test[@]}" "${pair_only[@]}"
+step_if "${no_pair:-$no_time}" conformance-nccl-registered 200 "${pair_test[@]}" FARANDOLE_NCCL_REGISTER=1 "${pair_only[@]}"
 no_pytest=${no_gpu:-${no_python:-$no_time}}
 step_if "$no_pytest" python-tests 300 "$python" -m pytest -q -rs -p no:cacheprovider "$kit"/test/gpu/test_cuda_*.py
 step_if "${no_pytest:-$no_mpi}" python-two-ranks-staged 120 "${two_ranks[@]}" "$kit/test/gpu/two_ranks.py"

@@ -18,6 +18,7 @@ STEPS = {
     "conformance-solo": "conformance on CUDA, 1 rank",
     "conformance-staged": "conformance on CUDA, 2-4 ranks staged on one GPU",
     "conformance-nccl": "conformance on CUDA, NCCL, a GPU per rank",
+    "conformance-nccl-registered": "conformance on CUDA, NCCL, a GPU per rank, registered buffers",
     "nccl-alone": "NCCL, 1 rank",
     "processes-nccl-shared-2": "NCCL, 2 ranks on one GPU, processes",
     "processes-nccl-shared-3": "NCCL, 3 ranks on one GPU, processes",
