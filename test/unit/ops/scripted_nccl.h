@@ -121,8 +121,8 @@ class ScriptedNccl {
     api.Recv = [](void*, size_t, NcclDataType, int, NcclComm, NcclStream) {
       return Answer("Recv");
     };
-    api.MemAlloc = [](void** memory, size_t size) {
-      *memory = std::malloc(size);
+    api.MemAlloc = [](void** memory, size_t bytes) {
+      *memory = std::malloc(bytes);
       return Answer("MemAlloc");
     };
     api.MemFree = [](void* memory) {
