@@ -1,12 +1,13 @@
 """Collectives on torch tensors that pose as a GPU's: order with streams, lifetimes, refusals."""
 
+import ctypes
 import weakref
 
 import pytest
 import torch
 
 import farandole.torch as fl
-from fake_gpu import FakeGpu, needs_fake_gpu, pose
+from fake_gpu import NCCL, FakeGpu, needs_fake_gpu, pose
 from farandole import basics
 from ranks import run_threads
 
@@ -135,3 +136,26 @@ def test_a_tensor_on_another_gpu_than_the_ranks_is_refused_with_the_remedy(gpus)
         return gpu.read(fl.allreduce(late(gpu, torch.full((2,), rank + 5.0)), op=fl.Sum)).tolist()
 
     assert run_threads(2, body) == [[11, 11]] * 2
+
+
+def nccl_calls(name):
+    """How often a function of the fake NCCL was called in this process."""
+    library = ctypes.CDLL(str(NCCL))
+    library.farandole_fake_nccl.restype = ctypes.POINTER(ctypes.c_void_p)
+    times = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_char_p)(library.farandole_fake_nccl()[4])
+    return times(name.encode())
+
+
+def test_two_dtypes_of_one_decision_are_one_group_of_nccl():
+    for _gpus in pose(shared=False):
+
+        def body(rank, gpus=_gpus):
+            tensors = [torch.full((3,), rank + 1.0, dtype=d) for d in (torch.float32, torch.float64)]
+            before = nccl_calls("ncclGroupEnd")
+            fl.barrier()
+            results = fl.grouped_allreduce(tensors, op=fl.Sum, name="both")
+            seen = [gpus.mine.read(result).tolist() for result in results]
+            fl.barrier()
+            return seen, nccl_calls("ncclGroupEnd") - before
+
+        assert run_threads(2, body) == [([[3.0] * 3] * 2, 2)] * 2
