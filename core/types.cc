@@ -66,7 +66,7 @@ DType WireDType(DType dtype, WireFormat wire) {
   // Integers would lose digits. A 16-bit float would lose range or precision as the other kind and
   // save no byte.
   const bool castable = dtype == DType::kFloat32 || dtype == DType::kFloat64;
-  if (wire == WireFormat::kSame || !castable) return dtype;
+  if (wire == WireFormat::kSame || wire == WireFormat::kInt8 || !castable) return dtype;
   return wire == WireFormat::kFloat16 ? DType::kFloat16 : DType::kBfloat16;
 }
 
@@ -105,7 +105,7 @@ std::string_view Name(DeviceKind device) {
 }
 
 std::string_view Name(WireFormat format) {
-  static constexpr std::string_view kNames[] = {"as it is", "float16", "bfloat16"};
+  static constexpr std::string_view kNames[] = {"as it is", "float16", "bfloat16", "int8"};
   static_assert(std::size(kNames) == static_cast<size_t>(kLastWireFormat) + 1);
   return NameAt(kNames, format, "unknown wire dtype");
 }

@@ -77,8 +77,10 @@ inline constexpr DeviceKind kLastDeviceKind = DeviceKind::kCuda;
 inline constexpr int kDeviceKindCount = 2;
 
 /// Element type on the wire: the tensor's own, or a 16-bit type for float32 and float64 tensors.
-enum class WireFormat : uint8_t { kSame = 0, kFloat16 = 1, kBfloat16 = 2 };
-inline constexpr WireFormat kLastWireFormat = WireFormat::kBfloat16;
+/// kInt8: between hosts, sums and averages of float32 travel as blocks of 8-bit integers
+/// (ops/cpu/quantize.h); all else as it is.
+enum class WireFormat : uint8_t { kSame = 0, kFloat16 = 1, kBfloat16 = 2, kInt8 = 3 };
+inline constexpr WireFormat kLastWireFormat = WireFormat::kInt8;
 
 /// Size of one element in bytes.
 int64_t SizeOf(DType dtype);
@@ -98,7 +100,7 @@ struct Carrier {
 };
 Carrier CarrierOf(DType dtype);
 /// The dtype that travels for a tensor of `dtype`: integers and 16-bit floats always travel as they
-/// are.
+/// are. That of kInt8 is the tensor's own: what is made of it is no element.
 DType WireDType(DType dtype, WireFormat wire);
 
 /// The name of an enumerator, from a table that has one for each in the order of their numbers, all
@@ -115,6 +117,6 @@ std::string_view Name(DType dtype);
 std::string_view Name(ReduceOp op);
 std::string_view Name(OpKind kind);
 std::string_view Name(DeviceKind device);
-std::string_view Name(WireFormat format);  ///< "as it is", "float16", "bfloat16".
+std::string_view Name(WireFormat format);  ///< "as it is", "float16", "bfloat16", "int8".
 
 }  // namespace farandole

@@ -29,6 +29,9 @@ struct Segment {
       nullptr;  ///< nullptr: this rank is in the batch's absent set and contributes nothing.
   void* out = nullptr;  ///< May equal `in`. nullptr: this rank drops the result (it joined).
   int64_t count = 0;
+  /// Of a quantized allreduce (ops/cpu/quantize.h), `count` elements: what this rank's roundings
+  /// have left over so far. nullptr: what they leave is lost.
+  float* residual = nullptr;
 };
 
 /// Everything the members of a set must agree on to run one collective; equal on all of them except
@@ -118,7 +121,8 @@ class PlaneOperation {
 /// averages are exact, then truncate toward zero. Bool has no sum and no average, floats have no
 /// bitwise ops (IsDefined). A reducescatter
 /// gives each member its split of what an allreduce would give, bit by bit. Broadcast, allgather
-/// and alltoall copy elements as they are: they round to no wire type. Of a variable-size
+/// and alltoall copy elements as they are: they round to no wire type. A plane between processes
+/// rounds a quantized allreduce otherwise: see ops/cpu/quantize.h. Of a variable-size
 /// collective (allgather, reducescatter, alltoall) `in` and `out` do not overlap. The details of
 /// casts, factors, NaN and wrapping are those of `class CpuKernels`.
 ///

@@ -102,7 +102,12 @@ typedef enum farandole_kind {
 typedef enum farandole_wire {
   FARANDOLE_WIRE_SAME = 0,
   FARANDOLE_WIRE_FLOAT16 = 1,
-  FARANDOLE_WIRE_BFLOAT16 = 2
+  FARANDOLE_WIRE_BFLOAT16 = 2,
+  /** Between hosts, sums and averages of float32 in host memory (allreduce) travel as 8-bit
+   * integers, with a scale for each 256 of them. What the roundings leave over is kept under the
+   * operation's name and added the next time; without a name it is lost. All else travels as it is.
+   */
+  FARANDOLE_WIRE_INT8 = 3
 } farandole_wire;
 
 /** Where tensors are. */

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "coordinator/protocol/splits.h"
+#include "ops/cpu/quantize.h"
 
 namespace farandole {
 namespace {
@@ -217,8 +218,8 @@ Status Executor::Fill(Running& run, const WorkDecision& work, const BatchPlan& p
   run.operation = nullptr;
   run.launched = run.credited = false;
   run.began_ns = 0;
-  AddSegments(run, work, plan,
-              std::binary_search(run.absent.begin(), run.absent.end(), set.my_index));
+  FARANDOLE_RETURN_IF_ERROR(AddSegments(
+      run, work, plan, std::binary_search(run.absent.begin(), run.absent.end(), set.my_index)));
   if (IsVariableSize(batch.kind)) FARANDOLE_RETURN_IF_ERROR(AddCounts(run, key));
   run.sizes.is_known = batch.kind != OpKind::kAlltoall;
   // Spans come after the last insertion, since vectors that grow move.
@@ -236,11 +237,12 @@ Status Executor::Fill(Running& run, const WorkDecision& work, const BatchPlan& p
 
 // A rank that joined has no operation: it takes part with null pointers. One that voted absent
 // contributes nothing but receives the result.
-void Executor::AddSegments(Running& run, const WorkDecision& work, const BatchPlan& plan,
-                           bool absent_here) {
+Status Executor::AddSegments(Running& run, const WorkDecision& work, const BatchPlan& plan,
+                             bool absent_here) {
   run.segments.clear();
   run.operations.clear();
   run.batch.count = 0;
+  const bool quantized = IsQuantized(run.batch);
   int32_t last = -1;
   for (const BatchEntry& entry : plan.entries) {
     const auto tensor = static_cast<size_t>(entry.tensor);
@@ -253,10 +255,16 @@ void Executor::AddSegments(Running& run, const WorkDecision& work, const BatchPl
       segment.out = operation->out[tensor];
       if (entry.key != last) run.operations.push_back(operation);
     }
+    if (operation != nullptr && quantized) {
+      const Result<float*> residual = operation->ResidualOf(tensor);
+      if (!residual.ok()) return residual.status();
+      segment.residual = residual.value();
+    }
     last = entry.key;
     run.batch.count += segment.count;
     run.segments.push_back(segment);
   }
+  return {};
 }
 
 // How the one tensor of a variable-size collective is divided, in elements.

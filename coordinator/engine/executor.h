@@ -134,7 +134,8 @@ class Executor {
   Status Fill(Running& run, const WorkDecision& work, const BatchPlan& plan, Set& set);
   /// Whether a batch may be launched together with its neighbours on a GPU.
   static bool CanBeJoined(const WorkDecision& work, const BatchPlan& plan);
-  void AddSegments(Running& run, const WorkDecision& work, const BatchPlan& plan, bool absent_here);
+  Status AddSegments(Running& run, const WorkDecision& work, const BatchPlan& plan,
+                     bool absent_here);
   Status AddCounts(Running& run, const DecidedKey& key);
   /// Alltoall: the batch in which each pair of ranks exchanges its sizes, on the set's CPU plane.
   void FillSizes(Running& run);

@@ -4,9 +4,11 @@
 
 #include <atomic>
 #include <cstdint>
+#include <cstdlib>
 #include <deque>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "coordinator/engine/work.h"
@@ -35,6 +37,13 @@ struct Extent {
   int64_t out = 0;
   bool operator==(const Extent&) const = default;
 };
+
+struct FreeMemory {
+  void operator()(float* memory) const { std::free(memory); }
+};
+
+/// What an operation without a name is called: the n-th call of a kind takes slot n mod the slots.
+std::string UnnamedName(OpKind kind, uint64_t slot);
 
 /// Holds its own queue node, so that a start neither allocates nor hashes.
 ///
@@ -106,6 +115,10 @@ struct Operation {
   Device* gpu = nullptr;                            // of the producers
   StreamHandle producer = nullptr;                  // the stream of the last one
 
+  /// Of a quantized allreduce, per tensor once used: Segment::residual. The plane's while it runs,
+  /// then whoever's the operation is; gone with the description.
+  std::vector<std::unique_ptr<float, FreeMemory>> residuals;
+
   // kStep: announcements that follow this one. Under the mutex of StepAnnouncer.
   std::deque<StepCount> later_steps;
 
@@ -126,6 +139,10 @@ struct Operation {
   void ProvideAbsent(size_t t);
   Result<void*> Allocate(size_t t, std::span<const int64_t> received, int64_t bytes);
   void SetResult(size_t t, void* memory, const Status& why);
+  /// Segment::residual of tensor t, zeros at first; nullptr of an operation without a name, whose
+  /// next call may be about something else. By the holder of the engine lock.
+  /// @return ResourceExhausted without memory for it.
+  Result<float*> ResidualOf(size_t t);
   /// Records in `producer` how far it must have come before anything is read or written.
   /// @return InvalidArgument if it is being captured into a graph.
   Status RecordReady(DeviceEvent& event) const;

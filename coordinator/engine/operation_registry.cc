@@ -73,8 +73,7 @@ Result<Operation*> OperationRegistry::PrepareUnnamed(uint32_t set, OpKind kind,
     return WhyGone(set, std::string(Name(kind)) + ": ");
   }
   uint64_t& count = unnamed_[{set, kind}];
-  const KeyName name{set, kind,
-                     std::string(Name(kind)) + ".noname." + std::to_string(count % kUnnamedSlots)};
+  const KeyName name{set, kind, UnnamedName(kind, count % kUnnamedSlots)};
   auto holder = holders_.find({name.set, SpaceOf(name.kind), name.name});
   if (holder != holders_.end() && holder->second->load() != nullptr)
     return static_cast<Operation*>(nullptr);
@@ -225,6 +224,7 @@ void OperationRegistry::Redefine(Operation& operation, const Signature& signatur
   const size_t tensors = signature.tensors.size();
   operation.in.assign(tensors, nullptr);
   operation.out.assign(tensors, nullptr);
+  operation.residuals.clear();
   operation.extents.clear();
   for (size_t t = 0; t < tensors; ++t) {
     operation.extents.push_back(ExtentOf(operation, t, sets_.at(operation.name.set).ranks, rank_));

@@ -184,6 +184,7 @@ Run SegmentCursor::Next(int64_t limit) {
   run.count = std::min(limit, segment.count - offset_);
   if (segment.in != nullptr) run.in = static_cast<const std::byte*>(segment.in) + offset_bytes;
   if (segment.out != nullptr) run.out = static_cast<std::byte*>(segment.out) + offset_bytes;
+  if (segment.residual != nullptr) run.residual = segment.residual + offset_;
   offset_ += run.count;
   return run;
 }

@@ -49,6 +49,7 @@ struct Run {
   const std::byte* in = nullptr;  ///< nullptr when this rank contributes nothing.
   std::byte* out = nullptr;       ///< nullptr when this rank drops the result.
   int64_t count = 0;
+  float* residual = nullptr;  ///< Segment::residual.
 };
 
 /// Walks the elements of a batch from first to last, one contiguous run at a time.

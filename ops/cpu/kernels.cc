@@ -36,6 +36,7 @@
 #include "hwy/highway.h"
 #include "ops/cpu/cast_inl.h"
 #include "ops/cpu/elements_inl.h"
+#include "ops/cpu/quantize_inl.h"
 #include "ops/cpu/reduce_inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -144,6 +145,17 @@ class Kernels final : public CpuKernels {
       default:
         return count;
     }
+  }
+
+  void Quantize(void* dst, const float* src, float* residual, int64_t count,
+                double prescale) const override {
+    QuantizeBlocks(static_cast<std::byte*>(dst), src, residual, count,
+                   static_cast<float>(prescale));
+  }
+
+  void Dequantize(float* dst, const void* src, int64_t count, float factor,
+                  bool adds) const override {
+    DequantizeBlocks(dst, static_cast<const std::byte*>(src), count, factor, adds);
   }
 
   void Stream(void* dst, const void* src, int64_t size_bytes) const override {

@@ -10,6 +10,13 @@
 
 namespace farandole {
 
+/// Elements that share a scale, and the bytes of `count` elements so quantized: each block is a
+/// float, its scale, and an int8 for each of its elements; the last may be shorter.
+inline constexpr int64_t kQuantizedBlock = 256;
+constexpr int64_t QuantizedBytes(int64_t count) {
+  return count + (count + kQuantizedBlock - 1) / kQuantizedBlock * int64_t{sizeof(float)};
+}
+
 /// How the contributions of one batch are combined.
 struct ReduceSpec {
   DType wire = DType::kFloat32;  ///< Element type of sources and result.
@@ -39,6 +46,9 @@ struct ScalarProducts {
 /// - Every implementation gives the same bits, however a range is divided into calls; which NaN
 ///   comes out of several is left open.
 ///
+/// - Quantize and Dequantize: blocks of 8-bit integers (QuantizedBytes), which begin with `dst` and
+///   `src`. Products and the difference are rounded to float one by one.
+///
 /// Pointers are aligned to their element, not more. Nothing blocks, allocates or fails.
 /// Thread safety: stateless; any thread. Lifetime: that of the library that handed it out.
 class CpuKernels {
@@ -65,6 +75,16 @@ class CpuKernels {
   /// The first of `count` elements that is nan or infinite, or `count`: one pass of integer
   /// compares. Types that are no floats have none.
   virtual int64_t FindNonFinite(const void* src, DType dtype, int64_t count) const = 0;
+  /// Quantizes v[i] = float(prescale * src[i]) + residual[i] by blocks of kQuantizedBlock. With m
+  /// the largest magnitude of a block, its scale is m / 127, q[i] the nearest integer to v[i] *
+  /// (127 / m), and residual[i] becomes v[i] - q[i] * scale. A block that is all but zero (m <
+  /// 2^-100) gets zeros and keeps v as its residual. One with a NaN, an infinity or a magnitude
+  /// from 2^127 on gets a scale of NaN, and a residual of zeros. No overlap.
+  virtual void Quantize(void* dst, const float* src, float* residual, int64_t count,
+                        double prescale) const = 0;
+  /// dst[i] = q[i] * (scale * factor), added to dst[i] where `adds`. No overlap.
+  virtual void Dequantize(float* dst, const void* src, int64_t count, float factor,
+                          bool adds) const = 0;
   /// Copies bytes past the cache where the processor can (non-temporal stores), for a reader that
   /// shares no cache with this core. Ordered before every later store of this thread.
   virtual void Stream(void* dst, const void* src, int64_t size_bytes) const = 0;

@@ -341,6 +341,7 @@ Status StagedBackend::StartReduction(Part& part) {
   part.batch = *batch_;
   part.batch.dtype = wire_;
   part.batch.wire = wire_;
+  part.batch.wire_format = WireFormat::kSame;  // a slot has no residuals
   part.batch.prescale = 1.0;
   if (!is_whole()) part.batch.count = part.in_count;
   part.segment.in = produces_ ? pinned : nullptr;

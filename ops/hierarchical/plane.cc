@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <string>
 
+#include "ops/cpu/quantize.h"
 #include "ops/hierarchical/slice_plan.h"
 
 namespace farandole {
@@ -12,6 +13,11 @@ namespace {
 
 // After so many bytes the engine relays messages.
 constexpr int64_t kStepBytes = 256 * 1024;
+// A quantized shard has up to four times as many elements, so that as many bytes cross at a time;
+// where several ranks of a host share the link, their shards cross at the same time.
+int64_t QuantizedShardBytes(int64_t shard_bytes, const Topology& topology) {
+  return shard_bytes * std::clamp<int64_t>(8 / topology.shards, 1, 4);
+}
 
 struct Free {
   void operator()(std::byte* memory) const { std::free(memory); }
@@ -27,9 +33,7 @@ Memory Allocate(int64_t bytes) {
 struct HierarchicalPlane::Set final : CpuSet {
   Set(uint32_t set, std::span<const int> members_ranks, int index, const CpuKernels& cpu,
       const Options& options)
-      : CpuSet(set, members_ranks, index, cpu),
-        topology(members_ranks, index, options.memory),
-        shard_bytes(SlicePlan::ShardBytes(options.shard_bytes, topology)) {
+      : CpuSet(set, members_ranks, index, cpu), topology(members_ranks, index, options.memory) {
     for (const int p : topology.mine()) local_ranks.push_back(ranks[static_cast<size_t>(p)]);
     if (!topology.has_shard()) return;
     for (const std::vector<int>& host : topology.host) {
@@ -38,13 +42,33 @@ struct HierarchicalPlane::Set final : CpuSet {
     }
   }
 
+  /// Memory for slices.
+  struct Staging {
+    int64_t shard_bytes = 0;
+    Memory packed;  // a slice on its way into the host's collectives, or out of them
+    std::array<Memory, SlicePlan::kAhead> shards;
+  };
+  Status Reserve(Staging& staging, int64_t shard_bytes) const;
+
   const Topology topology;
-  const int64_t shard_bytes;
   std::vector<int> local_ranks;  // of my host
   std::vector<int> cross_ranks;  // by host: the member with my shard; empty if I have none
-  Memory packed;                 // a slice on its way into the host's collectives, or out of them
-  std::array<Memory, SlicePlan::kAhead> shards;
+  Staging usual;
+  Staging quantized;  // empty until a batch is
 };
+
+Status HierarchicalPlane::Set::Reserve(Staging& staging, int64_t shard_bytes) const {
+  const int64_t slice = shard_bytes * topology.shards;
+  bool allocated = true;
+  for (Memory& memory : staging.shards) allocated &= (memory = Allocate(shard_bytes)) != nullptr;
+  if (!topology.alone()) allocated &= (staging.packed = Allocate(slice)) != nullptr;
+  staging.shard_bytes = shard_bytes;
+  if (allocated) return {};
+  staging = {};
+  return ResourceExhausted("cannot allocate " +
+                           std::to_string(slice + SlicePlan::kAhead * shard_bytes) +
+                           " bytes for process set " + std::to_string(uid));
+}
 
 /// Runs the collectives of a batch on the local plane in the order of the SlicePlan; those between
 /// hosts start in the order of the slices.
@@ -60,6 +84,7 @@ class HierarchicalPlane::Collective final : public CpuCollective {
   void Cancel() override;
   void DescribeCross(InnerBatch& cross) const;
   bool StepCross();
+  Status StartCross(int64_t slice, DataPlane& plane);
   bool StepLocal();
   bool NextPhase();
   void BeginScatter();
@@ -67,6 +92,7 @@ class HierarchicalPlane::Collective final : public CpuCollective {
   void Pack();
   void Scatter(const std::byte* in);
   void Scattered();
+  void DivideByTensor(int64_t slice, const Slice& shard);
   void Gather(std::byte* out);
   void Unpack();
   void Gathered();
@@ -76,11 +102,11 @@ class HierarchicalPlane::Collective final : public CpuCollective {
   Set& set() const { return static_cast<Set&>(*set_); }
   const Topology& topology() const { return set().topology; }
   std::byte* Shard(int64_t slice) const {
-    return set().shards[static_cast<size_t>(slice % SlicePlan::kAhead)].get();
+    return staging_->shards[static_cast<size_t>(slice % SlicePlan::kAhead)].get();
   }
   /// Where a slice lies end to end. A rank that is alone on its host has all of it in its shard.
   std::byte* Packed(int64_t slice) const {
-    return topology().alone() ? Shard(slice) : set().packed.get();
+    return topology().alone() ? Shard(slice) : staging_->packed.get();
   }
   InnerBatch& Cross(int64_t slice) {
     return cross_[static_cast<size_t>(slice % SlicePlan::kAhead)];
@@ -91,8 +117,11 @@ class HierarchicalPlane::Collective final : public CpuCollective {
   // Of the batch.
   int64_t width_ = 1;  // elements of the inner batches in one of wire_
   bool takes_result_ = false;
+  bool quantized_ = false;  // between hosts
+  const Set::Staging* staging_ = nullptr;
   bool host_contributes_ = false;  // some member of my host does
   SegmentCursor in_;
+  SegmentCursor residuals_;
   SegmentCursor out_;
   std::vector<int> local_absent_;
   std::vector<int> cross_absent_;
@@ -108,12 +137,16 @@ class HierarchicalPlane::Collective final : public CpuCollective {
   int64_t done_elements_ = 0;  // packed or unpacked of the current slice
   InnerBatch local_;           // the reduce-scatter or allgather of the current slice
   std::array<InnerBatch, SlicePlan::kAhead> cross_;  // by slice modulo kAhead
+  // Of those, where quantized: a segment for each tensor that the shard is of.
+  std::array<std::vector<Segment>, SlicePlan::kAhead> shards_;
 
   int64_t poll_after_ns_ = kByDoorbell;  // of the current step
 };
 
 void HierarchicalPlane::Collective::Begin() {
   const Batch& batch = *batch_;
+  quantized_ = IsQuantized(batch);
+  staging_ = quantized_ ? &set().quantized : &set().usual;
   width_ = batch.kind == OpKind::kBroadcast ? wire_bytes_ : 1;
   takes_result_ = std::ranges::any_of(batch.segments, [](const Segment& s) { return s.out; });
   const auto contributes = [&](int index) { return Contributes(batch, index); };
@@ -128,8 +161,8 @@ void HierarchicalPlane::Collective::Begin() {
       cross_absent_.push_back(static_cast<int>(h));
     }
   }
-  in_ = out_ = SegmentCursor(batch.segments, batch.dtype);
-  plan_ = SlicePlan(batch.count, set().shard_bytes / wire_bytes_, topology());
+  in_ = residuals_ = out_ = SegmentCursor(batch.segments, batch.dtype);
+  plan_ = SlicePlan(batch.count, staging_->shard_bytes / wire_bytes_, topology());
   scattered_ = started_ = crossed_ = gathered_ = 0;
   phase_ = Phase::kNone;
   for (InnerBatch& cross : cross_) DescribeCross(cross);
@@ -148,6 +181,7 @@ void HierarchicalPlane::Collective::DescribeCross(InnerBatch& cross) const {
     return;
   }
   cross.batch.absent = cross_absent_;
+  if (quantized_) cross.batch.wire_format = WireFormat::kInt8;
   cross.batch.postscale = batch_->postscale;
   if (batch_->op != ReduceOp::kAverage) return;
   cross.batch.prescale = topology().WeightOf(static_cast<size_t>(topology().my_host));
@@ -180,12 +214,20 @@ bool HierarchicalPlane::Collective::StepCross() {
     return started_ < planes || Cross(started_ - planes).operation == nullptr;
   };
   while (failure_.ok() && started_ < scattered_ && is_free()) {
-    InnerBatch& cross = Cross(started_);
-    DataPlane& plane = *options_.cross[static_cast<size_t>(started_++ % planes)];
-    if (cross.segment.count > 0) failure_ = cross.Start(plane, cross.segment);
+    const int64_t slice = started_++;
+    failure_ = StartCross(slice, *options_.cross[static_cast<size_t>(slice % planes)]);
     moved = true;
   }
   return moved;
+}
+
+Status HierarchicalPlane::Collective::StartCross(int64_t slice, DataPlane& plane) {
+  InnerBatch& cross = Cross(slice);
+  if (cross.segment.count == 0) return {};
+  if (!quantized_) return cross.Start(plane, cross.segment);
+  cross.batch.segments = shards_[static_cast<size_t>(slice % SlicePlan::kAhead)];
+  cross.batch.count = cross.segment.count;
+  return cross.Start(plane);
 }
 
 bool HierarchicalPlane::Collective::StepLocal() {
@@ -253,6 +295,23 @@ void HierarchicalPlane::Collective::Scattered() {
   if (!host_contributes_) in = nullptr;
   const Slice mine = plan_.ShardOf(topology().my_local, slice);
   Cross(slice).segment = {in, Shard(slice), mine.count * width_};
+  if (quantized_) DivideByTensor(slice, mine);
+}
+
+/// What a rank's roundings leave over is kept by tensor.
+void HierarchicalPlane::Collective::DivideByTensor(int64_t slice, const Slice& shard) {
+  const Segment whole = Cross(slice).segment;
+  std::vector<Segment>& parts = shards_[static_cast<size_t>(slice % SlicePlan::kAhead)];
+  parts.clear();
+  residuals_.Skip(shard.begin);
+  for (int64_t at = 0; at < shard.count;) {
+    const Run run = residuals_.Next(shard.count - at);
+    Segment part{nullptr, static_cast<float*>(whole.out) + at, run.count, run.residual};
+    if (whole.in != nullptr) part.in = static_cast<const float*>(whole.in) + at;
+    parts.push_back(part);
+    at += run.count;
+  }
+  residuals_.Skip(plan_.CountOf(slice) - shard.begin - shard.count);
 }
 
 void HierarchicalPlane::Collective::BeginGather() {
@@ -340,19 +399,11 @@ Status HierarchicalPlane::AddSet(uint32_t uid, std::span<const int> ranks, int m
       FARANDOLE_RETURN_IF_ERROR(cross->AddSet(uid, set->cross_ranks, topology.my_host));
     }
   }
-  const int64_t shard = set->shard_bytes;
-  const int64_t slice = shard * topology.shards;
-  bool allocated = true;
-  for (Memory& memory : set->shards) allocated &= (memory = Allocate(shard)) != nullptr;
   if (!topology.alone()) {
     FARANDOLE_RETURN_IF_ERROR(options_.local->AddSet(uid, set->local_ranks, topology.my_local));
-    allocated &= (set->packed = Allocate(slice)) != nullptr;
   }
-  if (!allocated) {
-    return ResourceExhausted("cannot allocate " +
-                             std::to_string(slice + SlicePlan::kAhead * shard) +
-                             " bytes for process set " + std::to_string(uid));
-  }
+  FARANDOLE_RETURN_IF_ERROR(
+      set->Reserve(set->usual, SlicePlan::ShardBytes(options_.shard_bytes, topology)));
   sets_.Add(std::move(set));
   return {};
 }
@@ -378,6 +429,12 @@ Result<PlaneOperation*> HierarchicalPlane::Start(const Batch& batch) {
         [this] { return std::make_unique<OneShotAllreduce>(kernels_, one_shots_); });
     FARANDOLE_RETURN_IF_ERROR(one_shot->Begin(batch, set.value()->topology, *options_.flat));
     return one_shot;
+  }
+  Set::Staging& quantized = set.value()->quantized;
+  if (IsQuantized(batch) && quantized.shard_bytes == 0) {
+    const int64_t usual = set.value()->usual.shard_bytes;
+    const int64_t shard_bytes = QuantizedShardBytes(usual, set.value()->topology);
+    FARANDOLE_RETURN_IF_ERROR(set.value()->Reserve(quantized, shard_bytes));
   }
   return collectives_.Take([this] { return std::make_unique<Collective>(options_); })
       ->Enqueue(batch, *set.value(), collectives_);

@@ -1,6 +1,7 @@
 // Allreduce over messages; small ones: small_gather.cc.
 #include <algorithm>
 
+#include "ops/cpu/quantize.h"
 #include "ops/p2p/collective.h"
 
 namespace farandole {
@@ -52,8 +53,39 @@ void P2pAllreduce::ReduceRun(P2pSlot& slot, Slice shard, int64_t at, const Run& 
   }
 }
 
+/// The same, quantized: ops/cpu/quantize.h. Shards begin with a block, so that the messages of a
+/// chunk lie end to end.
+class P2pQuantized final : public P2pSharded {
+ protected:
+  std::byte* ReceiveBuffer(const P2pSlot& slot, int from, Slice) const override {
+    return Inbox(slot, from);
+  }
+  void ReduceShard(P2pSlot& slot, int64_t count) override;
+  Slice DirectShard(int64_t count) const override { return MyShard(count); }
+  const std::byte* CompleteChunk(const P2pSlot& slot) const override { return slot.result; }
+  int64_t BytesOf(int64_t count) const override { return QuantizedBytes(count); }
+  void PackElements(SegmentCursor& cursor, std::byte* to, int64_t count) override {
+    QuantizeRuns(kernels(), *batch_, cursor, to, count);
+  }
+  void UnpackElements(SegmentCursor& cursor, const std::byte* from, int64_t count) override {
+    DequantizeRuns(kernels(), *batch_, cursor, from, count);
+  }
+};
+
+void P2pQuantized::ReduceShard(P2pSlot& slot, int64_t count) {
+  const Slice shard = MyShard(count);
+  const auto sources = CpuCollective::Sources([&](int member) -> const void* {
+    return member == my_index() ? nullptr : Inbox(slot, member);
+  });
+  reduce_cursor_.Skip(shard.begin);
+  ReduceQuantized(kernels(), *batch_, reduce_cursor_, sources,
+                  slot.result + QuantizedBytes(shard.begin), shard.count);
+  reduce_cursor_.Skip(count - shard.begin - shard.count);
+}
+
 }  // namespace
 
+std::unique_ptr<P2pCollective> MakeP2pQuantized() { return std::make_unique<P2pQuantized>(); }
 std::unique_ptr<P2pCollective> MakeP2pAllreduce() { return std::make_unique<P2pAllreduce>(); }
 
 }  // namespace farandole

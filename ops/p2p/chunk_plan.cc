@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "ops/cpu/batch.h"
+#include "ops/cpu/quantize.h"
 
 namespace farandole {
 namespace {
@@ -14,6 +15,8 @@ constexpr int64_t kSmallGatherBytes = 64 * 1024;  // of all members together
 constexpr int kOneRoundMembers = 8;               // beyond, messages cost more than rounds
 constexpr int64_t kLeastChunkBytes = 256 * 1024;
 constexpr int64_t kMostChunkBytes = 1024 * 1024;  // bounds staging: docs/decisions.md
+// Of a chunk, for a quantized element and its share of a scale: as many elements as of 16 bits.
+constexpr int64_t kQuantizedElementRoom = 2;
 constexpr int64_t kWantedShardBytes = 16 * 1024;  // keeps messages long
 
 int64_t DivideUp(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -45,7 +48,10 @@ StagingSize StagingFor(int members) {
   const int64_t align = AlignOf(members);
   // The largest shard is that of member 0 in an allreduce. Those of a broadcast are longer, having
   // one owner less, but are received in slot.result.
-  return {chunk, DivideUp(chunk, members * align) * align, chunk / members / align * align};
+  // A quantized shard that is not empty has a block.
+  const int64_t inbox =
+      std::max(DivideUp(chunk, members * align), DivideUp(QuantizedBytes(kQuantizedBlock), align));
+  return {chunk, inbox * align, chunk / members / align * align};
 }
 
 void ChunkPlan::Reset(const Batch& batch) {
@@ -55,9 +61,10 @@ void ChunkPlan::Reset(const Batch& batch) {
   sharded_ = !broadcast || batch.count * element > kTinyBroadcastBytes;
   root_ = broadcast ? batch.root_index : -1;
   count_ = batch.count;
-  chunk_count_ = ChunkBytes(members_) / element;
+  const bool quantized = IsQuantized(batch);
+  chunk_count_ = ChunkBytes(members_) / (quantized ? kQuantizedElementRoom : element);
   chunks_ = DivideUp(count_, chunk_count_);
-  align_ = AlignOf(members_) / element;
+  align_ = quantized ? kQuantizedBlock : AlignOf(members_) / element;
 }
 
 int64_t ChunkPlan::CountOf(int64_t chunk) const {

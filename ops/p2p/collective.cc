@@ -153,15 +153,13 @@ Status P2pSharded::PostReceives(int64_t chunk) {
   for (int from = 0; from < members(); ++from) {
     if (from == my_index()) continue;
     if (mine.count > 0 && Contributes(*batch_, from)) {
-      FARANDOLE_RETURN_IF_ERROR(set().Receive(slot, Round::kContribution, from,
-                                              ReceiveBuffer(slot, from, mine),
-                                              mine.count * wire_bytes_));
+      FARANDOLE_RETURN_IF_ERROR(set().Receive(
+          slot, Round::kContribution, from, ReceiveBuffer(slot, from, mine), BytesOf(mine.count)));
     }
     const Slice theirs = plan_.ShardOf(from, count);
     if (theirs.count > 0 && plan_.Forwards(from, my_index())) {
-      FARANDOLE_RETURN_IF_ERROR(set().Receive(slot, Round::kResult, from,
-                                              slot.result + theirs.begin * wire_bytes_,
-                                              theirs.count * wire_bytes_));
+      FARANDOLE_RETURN_IF_ERROR(set().Receive(
+          slot, Round::kResult, from, slot.result + BytesOf(theirs.begin), BytesOf(theirs.count)));
     }
   }
   return Status();
@@ -174,17 +172,16 @@ Status P2pSharded::SendContributions(int64_t chunk) {
   const int64_t count = plan_.CountOf(chunk);
   const Slice direct = DirectShard(count);
   const int64_t after = direct.begin + direct.count;
-  PackRuns(kernels(), *batch_, pack_cursor_, slot.packed, direct.begin);
+  PackElements(pack_cursor_, slot.packed, direct.begin);
   pack_cursor_.Skip(direct.count);
-  PackRuns(kernels(), *batch_, pack_cursor_, slot.packed + after * wire_bytes_, count - after);
-  CountCopied((count - direct.count) * wire_bytes_);
+  PackElements(pack_cursor_, slot.packed + BytesOf(after), count - after);
+  CountCopied(BytesOf(count - direct.count));
   for (int step = 1; step < members(); ++step) {
     const int to = (my_index() + step) % members();
     const Slice shard = plan_.ShardOf(to, count);
     if (shard.count == 0) continue;
     FARANDOLE_RETURN_IF_ERROR(set().Send(slot, Round::kContribution, to,
-                                         slot.packed + shard.begin * wire_bytes_,
-                                         shard.count * wire_bytes_));
+                                         slot.packed + BytesOf(shard.begin), BytesOf(shard.count)));
   }
   return Status();
 }
@@ -205,8 +202,7 @@ Status P2pSharded::SendResults(P2pSlot& slot, int64_t count) {
     const int to = (my_index() + step) % members();
     if (!plan_.Forwards(my_index(), to)) continue;
     FARANDOLE_RETURN_IF_ERROR(set().Send(slot, Round::kResult, to,
-                                         slot.result + shard.begin * wire_bytes_,
-                                         shard.count * wire_bytes_));
+                                         slot.result + BytesOf(shard.begin), BytesOf(shard.count)));
   }
   return Status();
 }
@@ -217,10 +213,10 @@ void P2pSharded::Unpack(int64_t chunk) {
   const std::byte* from = CompleteChunk(set().SlotOf(chunk));
   const Slice direct = DirectShard(count);
   const int64_t after = direct.begin + direct.count;
-  UnpackRuns(kernels(), *batch_, unpack_cursor_, from, direct.begin);
+  UnpackElements(unpack_cursor_, from, direct.begin);
   unpack_cursor_.Skip(direct.count);
-  UnpackRuns(kernels(), *batch_, unpack_cursor_, from + after * wire_bytes_, count - after);
-  CountCopied(count * wire_bytes_);
+  UnpackElements(unpack_cursor_, from + BytesOf(after), count - after);
+  CountCopied(BytesOf(count));
 }
 
 /// The slices of one chunk, one per member, together fit into the room of a packed chunk.

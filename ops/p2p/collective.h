@@ -156,6 +156,15 @@ class P2pSharded : public P2pCollective {
   /// Where a complete chunk lies.
   virtual const std::byte* CompleteChunk(const P2pSlot& slot) const = 0;
 
+  /// Bytes of so many elements in a message, and how they come there from the tensors and back.
+  virtual int64_t BytesOf(int64_t count) const { return count * wire_bytes_; }
+  virtual void PackElements(SegmentCursor& cursor, std::byte* to, int64_t count) {
+    PackRuns(kernels(), *batch_, cursor, to, count);
+  }
+  virtual void UnpackElements(SegmentCursor& cursor, const std::byte* from, int64_t count) {
+    UnpackRuns(kernels(), *batch_, cursor, from, count);
+  }
+
   Slice MyShard(int64_t count) const { return plan_.ShardOf(my_index(), count); }
 
   ChunkPlan plan_;
@@ -218,5 +227,6 @@ std::unique_ptr<P2pCollective> MakeP2pAllgather();      // allgather.cc
 std::unique_ptr<P2pCollective> MakeP2pReducescatter();  // reducescatter.cc
 std::unique_ptr<P2pCollective> MakeP2pAlltoall();       // alltoall.cc
 std::unique_ptr<P2pCollective> MakeP2pSmallGather();    // small_gather.cc
+std::unique_ptr<P2pCollective> MakeP2pQuantized();      // allreduce.cc
 
 }  // namespace farandole

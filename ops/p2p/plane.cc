@@ -3,16 +3,20 @@
 #include <array>
 #include <utility>
 
+#include "ops/cpu/quantize.h"
 #include "ops/p2p/collective.h"
 
 namespace farandole {
 namespace {
 
-/// By OpKind, of which CheckBatch refuses later ones; the last is for small batches of some kinds.
+/// By OpKind, of which CheckBatch refuses later ones; the last two are for small batches of some
+/// kinds, and for quantized ones that are not small.
 using Factory = std::unique_ptr<P2pCollective>();
 constexpr Factory* kFactories[] = {MakeP2pAllreduce,     MakeP2pBroadcast, MakeP2pAllgather,
-                                   MakeP2pReducescatter, MakeP2pAlltoall,  MakeP2pSmallGather};
-constexpr size_t kSmallGather = std::size(kFactories) - 1;
+                                   MakeP2pReducescatter, MakeP2pAlltoall,  MakeP2pSmallGather,
+                                   MakeP2pQuantized};
+constexpr size_t kSmallGather = std::size(kFactories) - 2;
+constexpr size_t kQuantized = kSmallGather + 1;
 static_assert(kSmallGather == static_cast<size_t>(OpKind::kAlltoall) + 1);
 
 class P2pPlane final : public DataPlane {
@@ -46,7 +50,9 @@ class P2pPlane final : public DataPlane {
     Result<P2pSet*> set = sets_.For(batch);
     if (!set.ok()) return set.status();
     FARANDOLE_RETURN_IF_ERROR(set.value()->Open(links_));
-    const size_t which = GatherPlan::Suits(batch) ? kSmallGather : static_cast<size_t>(batch.kind);
+    const size_t which = GatherPlan::Suits(batch) ? kSmallGather
+                         : IsQuantized(batch)     ? kQuantized
+                                                  : static_cast<size_t>(batch.kind);
     return pools_[which].Take(kFactories[which])->Enqueue(batch, *set.value(), pools_[which]);
   }
 

@@ -43,6 +43,7 @@ def on_a_rank(mib: float, kinds: list[str]) -> None:
         "allreduce": lambda: fl.allreduce_(tensor, op=fl.Average, name="in place"),
         "fp16 wire": lambda: fl.allreduce(tensor, op=fl.Average, name="fp16", compression=fl.Compression.fp16),
         "bf16 wire": lambda: fl.allreduce(tensor, op=fl.Average, name="bf16", compression=fl.Compression.bf16),
+        "int8 wire": lambda: fl.allreduce(tensor, op=fl.Average, name="int8", compression=fl.Compression.int8),
         "broadcast": lambda: fl.broadcast_(tensor, 0, name="broadcast"),
         "MPI_Allreduce": lambda: world.Allreduce(MPI.IN_PLACE, array),
         "MPI_Bcast": lambda: world.Bcast(array, 0),
@@ -112,7 +113,7 @@ def idle_share(seconds: float = 3) -> float:
 def main() -> None:
     rate, ranks, mib = [*sys.argv[1:], *("1gbit", "2", "64")[len(sys.argv) - 1 :]]
     with tempfile.TemporaryDirectory() as folder, TwoHosts(pathlib.Path(folder), rate) as hosts:
-        ours = "allreduce,fp16 wire,bf16 wire,broadcast"
+        ours = "allreduce,fp16 wire,bf16 wire,int8 wire,broadcast"
         over_tcp = {"FARANDOLE_NETWORK": "tcp", "FARANDOLE_ADDRESS": f"{FIRST_HOST}:29500"}
         flat = {"FARANDOLE_HIERARCHICAL_ALLREDUCE": "0"}
         for title, kinds, variables in [

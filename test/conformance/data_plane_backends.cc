@@ -134,6 +134,37 @@ PlaneGroup MakeTcp(int ranks, const LoopbackOptions& options) {
   return group;
 }
 
+/// Played hosts, between which there are sockets.
+PlaneGroup MakeHierarchicalOverTcp(const std::vector<int>& hosts, int64_t shard_bytes) {
+  PlaneGroup group;
+  group.hosts = hosts;
+  std::vector<Doorbell*> bells;
+  for (size_t rank = 0; rank < hosts.size(); ++rank) {
+    group.bells.push_back(std::make_unique<FutexDoorbell>());
+    bells.push_back(group.bells.back().get());
+  }
+  group.streams = MakeLoopbackStreams(bells);
+  const auto local = std::make_shared<HubByFirstRank>(bells);
+  for (size_t rank = 0; rank < hosts.size(); ++rank) {
+    const auto own = [&](std::unique_ptr<DataPlane> plane) {
+      group.used.push_back(std::move(plane));
+      return group.used.back().get();
+    };
+    LinkOptions link;
+    link.doorbell = bells[rank];
+    const auto tcp = [&](int number) {
+      return own(MakeP2pPlane("tcp", MakeTcpLinks(*group.streams[rank], number, link),
+                              BestCpuKernels(), nullptr));
+    };
+    DataPlane* const in_host =
+        own(std::make_unique<SharedMemoryPlane>(local, static_cast<int>(rank), BestCpuKernels()));
+    HierarchicalPlane::Options options{hosts, in_host, {tcp(0), tcp(1)}, tcp(2)};
+    options.shard_bytes = shard_bytes;
+    group.planes.push_back(std::make_unique<HierarchicalPlane>(options, BestCpuKernels()));
+  }
+  return group;
+}
+
 PlaneBackend OverTcp(const char* name, const LoopbackOptions& options) {
   return {name, [options](int ranks) { return MakeTcp(ranks, options); }};
 }
@@ -166,6 +197,20 @@ PlaneBackend SharedMemoryWithSmallSlots(const char* name, StorePolicy store_poli
 }
 
 }  // namespace
+
+std::vector<PlaneParam> BackendsOverTcp() {
+  std::vector<PlaneParam> params;
+  for (const int ranks : {2, 3, 4}) params.push_back({OverTcp("Tcp", {}), ranks});
+  params.push_back({OverTcp("TcpStripedSmallBuffers", {2, 4096}), 3});
+  const auto hierarchical = [&](const char* name, const std::vector<int>& hosts) {
+    const auto make = [=](int) { return MakeHierarchicalOverTcp(hosts, 16 * 1024); };
+    params.push_back({{name, make}, static_cast<int>(hosts.size())});
+  };
+  hierarchical("HierarchicalOneEach", {0, 1});
+  hierarchical("HierarchicalOneHasOne", {0, 0, 1});
+  hierarchical("HierarchicalEven", {0, 0, 1, 1});
+  return params;
+}
 
 std::vector<PlaneParam> BackendsInOneProcess() {
   std::vector<PlaneParam> params;

@@ -20,6 +20,9 @@ struct PlaneParam {
 
 std::vector<PlaneParam> BackendsInOneProcess();
 
+/// Those where messages go between ranks or, with played hosts, between hosts: over TCP.
+std::vector<PlaneParam> BackendsOverTcp();
+
 /// What data_plane_test.cc asks; each program that has it says this itself.
 std::vector<PlaneParam> PlanesUnderTest();
 

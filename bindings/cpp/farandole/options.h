@@ -30,7 +30,8 @@ enum class Op : std::int32_t {
 enum class Compression : std::int32_t {
   none = FARANDOLE_WIRE_SAME,
   fp16 = FARANDOLE_WIRE_FLOAT16,  ///< Beyond +-65504: infinity.
-  bf16 = FARANDOLE_WIRE_BFLOAT16
+  bf16 = FARANDOLE_WIRE_BFLOAT16,
+  int8 = FARANDOLE_WIRE_INT8  ///< Between hosts, with error feedback: see farandole_wire.
 };
 
 /// Some ranks of a job; a default one stands for all of them.

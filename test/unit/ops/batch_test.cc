@@ -325,6 +325,8 @@ class UntouchableKernels final : public CpuKernels {
     ADD_FAILURE();
     return count;
   }
+  void Quantize(void*, const float*, float*, int64_t, double) const override { ADD_FAILURE(); }
+  void Dequantize(float*, const void*, int64_t, float, bool) const override { ADD_FAILURE(); }
   void Stream(void*, const void*, int64_t) const override { ADD_FAILURE(); }
   const char* name() const override { return "untouchable"; }
 };
