@@ -4,8 +4,9 @@
 // A rank rounds what it sends to the owner of a shard; the owner adds all contributions in float
 // and in rank order, its own as it is, rounds the sum once and sends that. Every rank, the owner
 // too, takes the rounded sum, so all have the same bits. Each element is rounded in one of the two
-// roles on each rank, and in both its residual has the unit of the sum before division; so an
-// element that changes its owner, because batches are formed otherwise, takes its residual along.
+// roles on each rank, and in both its residual has the unit of the sum before division; so
+// batches may be formed otherwise and elements change their owners: each rank adds what it has left
+// in either role.
 //
 // Sources: Seide et al., "1-bit stochastic gradient descent and its application to data-parallel
 // distributed training of speech DNNs", Interspeech 2014 (error feedback); Dettmers, "8-bit

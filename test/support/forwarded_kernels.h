@@ -34,6 +34,14 @@ class ForwardedKernels : public CpuKernels {
   int64_t FindNonFinite(const void* src, DType dtype, int64_t count) const override {
     return best_.FindNonFinite(src, dtype, count);
   }
+  void Quantize(void* dst, const float* src, float* residual, int64_t count,
+                double prescale) const override {
+    best_.Quantize(dst, src, residual, count, prescale);
+  }
+  void Dequantize(float* dst, const void* src, int64_t count, float factor,
+                  bool adds) const override {
+    best_.Dequantize(dst, src, count, factor, adds);
+  }
   void Stream(void* dst, const void* src, int64_t size_bytes) const override {
     best_.Stream(dst, src, size_bytes);
   }

@@ -31,14 +31,6 @@ class MeasuredKernels final : public ForwardedKernels {
     clock.Advance(4'000);
     ForwardedKernels::Pack(dst, wire, src, dtype, count, prescale);
   }
-  void Quantize(void* dst, const float* src, float* residual, int64_t count,
-                double prescale) const override {
-    best_.Quantize(dst, src, residual, count, prescale);
-  }
-  void Dequantize(float* dst, const void* src, int64_t count, float factor,
-                  bool adds) const override {
-    best_.Dequantize(dst, src, count, factor, adds);
-  }
   void Stream(void* dst, const void* src, int64_t size_bytes) const override {
     clock.Advance(1'000);
     ForwardedKernels::Stream(dst, src, size_bytes);

@@ -15,7 +15,7 @@ from farandole.exceptions import *
 from farandole.ops import Adasum, Average, Handle, Max, Min, Product, Sum, barrier, interrupted, join, poll, synchronize
 from farandole.torch import elastic, ops
 from farandole.torch._watch import watch
-from farandole.torch.compression import Compression
+from farandole.torch.compression import Compression, PowerSGD
 from farandole.torch.ddp import ddp_hook
 from farandole.torch.functions import (
     broadcast_optimizer_state,
@@ -29,11 +29,11 @@ from farandole.torch.optimizer import Distributed, DistributedOptimizer, Wrapped
 from farandole.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
-    "Adasum", "Average", "Compression", "Distributed", "DistributedOptimizer", "Handle", "Max", "Min", "Product",
-    "Sum", "SyncBatchNorm", "WrappedOptimizer", "allgather_object", "allreduce_tree", "barrier", "broadcast_object",
-    "broadcast_optimizer_state", "broadcast_parameters", "check_replicas", "ddp_hook", "elastic", "evaluate",
-    "in_process", "interrupted", "join", "metric_average", "poll", "sparse_allreduce_async", "synchronize", "unwrap",
-    "watch",
+    "Adasum", "Average", "Compression", "Distributed", "DistributedOptimizer", "Handle", "Max", "Min", "PowerSGD",
+    "Product", "Sum", "SyncBatchNorm", "WrappedOptimizer", "allgather_object", "allreduce_tree", "barrier",
+    "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters", "check_replicas", "ddp_hook", "elastic",
+    "evaluate", "in_process", "interrupted", "join", "metric_average", "poll", "sparse_allreduce_async", "synchronize",
+    "unwrap", "watch",
 ]  # fmt: skip
 __all__ += basics.__all__
 __all__ += exceptions.__all__

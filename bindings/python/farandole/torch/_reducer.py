@@ -32,8 +32,10 @@ from farandole.exceptions import HorovodInternalError, MismatchError
 from farandole.torch import _codecs, _compat, _library
 from farandole.torch._backward_end import OutermostBackward, at_the_end, current_task, is_compiled
 from farandole.torch._gradient_memory import GradientMemory
+from farandole.torch._low_rank import LowRank, LowRankExchange, suits
 from farandole.torch._parameters import GradientHooks, Settings, is_live, label
 from farandole.torch._sparse import SparseExchange
+from farandole.torch.compression import PowerSGD
 
 _ALIGN = 64  # bytes, of a cache line
 _INTERRUPTED = "the wait for the other ranks was interrupted"
@@ -299,6 +301,8 @@ class GradientReducer:
         yield
         self.gradients.wait()
         self.gradients.receive(_compat.increment_versions, _compat.swaps_parameters())
+        if isinstance(self.settings.compression, PowerSGD):
+            yield from LowRankExchange(self.rank, self.prefix, self.gradients, self.settings).stages()
         if self.gradients.flag:
             sparse = SparseExchange(self.rank, self.prefix, self.gradients, self.settings)
             yield from sparse.stages(self._default_device)
@@ -385,6 +389,9 @@ class GradientReducer:
         self._passes_seen = max(self._passes_seen, 1)  # it fails on all ranks if it cannot begin
         try:
             self._define_changes()
+            if isinstance(self.settings.compression, PowerSGD):
+                for codec in (slot.codec for slot in self.gradients if isinstance(slot.codec, LowRank)):
+                    codec.begin()
             if self.settings.are_shared and not self._memory and self._default_device.like is None:
                 self._share(self.gradients)
             self.gradients.open()
@@ -452,9 +459,14 @@ class GradientReducer:
         slot.is_channels_last = _codecs.is_channels_last(slot.parameter)
         if slot.dtype not in _library.DTYPE_NUMBERS and not is_live(slot.parameter):
             return _core.GradientDescription(_library.DTYPE_NUMBERS[torch.float32], [0])  # none travels
-        if self.settings.compression is not None:
-            device = self._default_device.device
-            slot.codec = codec = _codecs.Compressed(slot, self.settings.compression, device)
+        compression, device = self.settings.compression, self._default_device.device
+        if isinstance(compression, PowerSGD):
+            slot.codec = None
+            if suits(slot.parameter, compression.rank):
+                slot.codec = low = LowRank(slot, compression.rank, self.prefix + slot.name, device)
+                return low.describe()
+        elif compression is not None:
+            slot.codec = codec = _codecs.Compressed(slot, compression, device)
             return codec.describe()
         shape = _codecs.wire_shape(slot.parameter, slot.is_channels_last)
         return _core.GradientDescription(_library.number_of(slot.dtype), shape)

@@ -17,7 +17,7 @@ from farandole.torch._adasum import AdasumSteps
 from farandole.torch._parameters import Settings
 from farandole.torch._reducer import GradientReducer
 from farandole.torch._steps import Steps, adapt_scalers, evaluates_once, steps_of
-from farandole.torch.compression import Compression, native_wire
+from farandole.torch.compression import Compression, PowerSGD, native_wire
 
 
 @runtime_checkable
@@ -86,9 +86,10 @@ def DistributedOptimizer(
     Args:
         optimizer: Any torch optimizer; its parameters are the same on all ranks.
         named_parameters: Names for messages, usually ``model.named_parameters()``.
-        compression: How gradients travel: a choice of ``Compression``, or a class of your own with
-            ``compress(tensor) -> (tensor, context)`` and ``decompress(tensor, context)``; what it
-            makes is reduced as it is. Sparse gradients travel uncompressed.
+        compression: How gradients travel: a choice of ``Compression``, ``PowerSGD(rank)``, or a
+            class of your own with ``compress(tensor) -> (tensor, context)`` and
+            ``decompress(tensor, context)``; what it makes is reduced as it is. Sparse gradients
+            travel uncompressed.
         backward_passes_per_step: Passes whose gradients are summed on each rank before they are
             reduced. The mean divides by the number of ranks only; ``step()`` in between reduces
             the passes seen.
@@ -152,7 +153,8 @@ def DistributedOptimizer(
     named = _parameters.name_parameters(optimizer, named_parameters)
     _check_choices(backward_passes_per_step, op, gradient_predivide_factor, complete)
     group_count = _count_groups(num_groups, groups)
-    wire = native_wire(compression)
+    is_low_rank = isinstance(compression, PowerSGD) and op == ops.Average
+    wire = None if is_low_rank else native_wire(compression)
     wrapped = steps_of(optimizer)
     if wrapped is not None and not wrapped.is_over:
         raise ValueError("this optimizer is wrapped already")
@@ -224,7 +226,7 @@ def _steps(
     """The optimizer's reducer; parameters of another wrapped optimizer are left to that one's."""
     if settings.size == 1:
         return Steps(optimizer, basics.current(), None, [])
-    if settings.compression is None:
+    if settings.compression is None or isinstance(settings.compression, PowerSGD):
         _parameters.refuse_irreducible(named)
     if settings.are_shared:
         _gradient_memory.allocator()  # raises where there is none

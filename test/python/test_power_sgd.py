@@ -1,0 +1,201 @@
+"""PowerSGD: what its two matrices give, what travels, and that nothing is lost over many steps."""
+
+import types
+
+import pytest
+import torch
+
+import farandole.torch as fl
+from farandole.torch._low_rank import LowRank
+from jobs import on_several
+
+ROWS, COLUMNS = 40, 30
+
+
+def gradient(rank: int, shape: tuple[int, ...] = (ROWS, COLUMNS)) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(rank))
+
+
+def low_rank_gradient(rank: int) -> torch.Tensor:
+    """Of rank two, in a space of columns that all ranks share: the mean has rank two as well."""
+    return gradient(rank, (ROWS, 2)) @ gradient(99, (2, COLUMNS))
+
+
+def step(job, optimizer, parameter, grad) -> torch.Tensor:
+    optimizer.zero_grad()
+    (parameter * grad).sum().backward()
+    job.finish(optimizer)
+    return parameter.grad.clone()
+
+
+@on_several
+def test_a_matrix_of_no_higher_rank_is_averaged_exactly(job):
+    def body(rank):
+        p = torch.nn.Parameter(torch.zeros(ROWS, COLUMNS))
+        optimizer = job.sgd(p, compression=fl.PowerSGD(rank=2))
+        return step(job, optimizer, p, low_rank_gradient(rank))
+
+    mean = sum(map(low_rank_gradient, range(job.size))) / job.size
+    results = job.run(body)
+    for result in results:
+        assert torch.equal(result, results[0])
+        torch.testing.assert_close(result, mean, rtol=1e-4, atol=1e-4)
+
+
+@on_several
+def test_what_is_left_out_comes_later(job):
+    """The mean of many steps nears the mean gradient; without the residual the error would stay."""
+    steps = 60
+
+    def body(rank):
+        p = torch.nn.Parameter(torch.zeros(ROWS, COLUMNS))
+        optimizer = job.sgd(p, compression=fl.PowerSGD(rank=2))
+        taken = [step(job, optimizer, p, gradient(rank)) for _ in range(steps)]
+        return taken[0], sum(taken) / steps
+
+    mean = sum(map(gradient, range(job.size))) / job.size
+    for first, many in job.run(body):
+        assert (first - mean).norm() > 0.5 * mean.norm()
+        assert (many - mean).norm() < 0.25 * mean.norm()
+
+
+@on_several
+def test_vectors_and_small_matrices_travel_as_they_are(job):
+    shapes = [(50,), (6, 6), (ROWS, COLUMNS)]
+
+    def body(rank):
+        parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+        optimizer = job.sgd(*parameters, compression=fl.PowerSGD(rank=2))
+        loss = sum((p * gradient(rank, tuple(p.shape))).sum() for p in parameters)
+        loss.backward()
+        job.finish(optimizer)
+        return [p.grad.clone() for p in parameters]
+
+    for grads in job.run(body):
+        for grad, shape in zip(grads[:2], shapes, strict=False):
+            mean = sum(gradient(rank, shape) for rank in range(job.size)) / job.size
+            torch.testing.assert_close(grad, mean)
+
+
+@on_several
+def test_a_rank_without_a_gradient_takes_part(job):
+    def body(rank):
+        p = torch.nn.Parameter(torch.zeros(ROWS, COLUMNS))
+        unused = torch.nn.Parameter(torch.zeros(1))
+        optimizer = job.sgd(p, unused, compression=fl.PowerSGD(rank=2))
+        loss = unused.sum() if rank == 0 else (p * low_rank_gradient(rank)).sum()
+        loss.backward()
+        job.finish(optimizer)
+        return p.grad.clone()
+
+    mean = sum(map(low_rank_gradient, range(1, job.size))) / job.size
+    for result in job.run(body):
+        torch.testing.assert_close(result, mean, rtol=1e-4, atol=1e-4)
+
+
+@on_several
+def test_nan_is_seen_and_forgotten(job):
+    def body(rank):
+        p = torch.nn.Parameter(torch.zeros(ROWS, COLUMNS))
+        optimizer = job.sgd(p, compression=fl.PowerSGD(rank=2))
+        step(job, optimizer, p, low_rank_gradient(rank))
+        grad = low_rank_gradient(rank)
+        grad[3, 4] = float("nan") if rank == 0 else 0.0
+        bad = step(job, optimizer, p, grad)
+        return bad.isnan().any().item(), step(job, optimizer, p, low_rank_gradient(rank))
+
+    mean = sum(map(low_rank_gradient, range(job.size))) / job.size
+    for was_seen, after in job.run(body):
+        assert was_seen
+        torch.testing.assert_close(after, mean, rtol=1e-4, atol=1e-4)
+
+
+@on_several
+def test_fewer_bytes_travel(job):
+    def body(rank):
+        p = torch.nn.Parameter(torch.zeros(400, 300))
+        optimizer = job.sgd(p, compression=fl.PowerSGD(rank=2))
+        before = fl.counters()["batch_bytes"]
+        step(job, optimizer, p, gradient(rank, (400, 300)))
+        return fl.counters()["batch_bytes"] - before
+
+    for travelled in job.run(body):
+        assert 4 * 2 * 700 <= travelled < 4 * 400 * 300 / 10
+
+
+@on_several
+def test_a_convolution_in_half_precision_keeps_shape_and_dtype(job):
+    def body(rank):
+        p = torch.nn.Parameter(torch.zeros(32, 16, 3, 3, dtype=torch.bfloat16))
+        optimizer = job.sgd(p, compression=fl.PowerSGD(rank=1))
+        grad = step(job, optimizer, p, gradient(rank, (32, 16, 3, 3)).bfloat16())
+        return grad.shape, grad.dtype, grad.abs().sum().item()
+
+    for shape, dtype, total in job.run(body):
+        assert (shape, dtype) == ((32, 16, 3, 3), torch.bfloat16)
+        assert total > 0
+
+
+@on_several
+def test_autocast_and_default_dtypes_change_nothing(job):
+    contributions = [low_rank_gradient(rank) for rank in range(job.size)]
+
+    def body(rank):
+        p = torch.nn.Parameter(torch.zeros(ROWS, COLUMNS, dtype=torch.float32))
+        optimizer = job.sgd(p, compression=fl.PowerSGD(rank=2))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return step(job, optimizer, p, contributions[rank])
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        results = job.run(body)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for result in results:
+        torch.testing.assert_close(result, sum(contributions) / job.size, rtol=1e-4, atol=1e-4)
+
+
+@on_several
+def test_a_round_of_zeros_does_not_end_learning(job):
+    """The first rows stay zero, from which Q would be taken for ever."""
+
+    def body(rank):
+        p = torch.nn.Parameter(torch.zeros(ROWS, COLUMNS))
+        optimizer = job.sgd(p, compression=fl.PowerSGD(rank=2))
+        step(job, optimizer, p, torch.zeros(ROWS, COLUMNS))
+        grad = low_rank_gradient(rank)
+        grad[:5] = 0
+        step(job, optimizer, p, grad)
+        return step(job, optimizer, p, grad), grad
+
+    results = job.run(body)
+    mean = sum(grad for _, grad in results) / job.size
+    for result, _ in results:
+        torch.testing.assert_close(result, mean, rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_failed_round_sent_is_no_part_of_the_next():
+    slot = types.SimpleNamespace(parameter=torch.zeros(ROWS, COLUMNS), dtype=torch.float32)
+    codec = LowRank(slot, 2, "p", torch.device("cpu"))
+    codec.unpack(codec.pack(gradient(0)))
+    assert codec.second().any()
+    codec.begin()
+    assert not codec.second().any()
+
+
+@pytest.mark.parametrize("rank", [0, -1, 1.5])
+def test_a_rank_that_is_none_is_refused(rank):
+    with pytest.raises(ValueError, match="PowerSGD: rank must be"):
+        fl.PowerSGD(rank)
+
+
+@on_several
+def test_it_is_refused_where_it_means_nothing(job):
+    def body(rank):
+        p = torch.nn.Parameter(torch.zeros(ROWS, COLUMNS))
+        with pytest.raises(ValueError, match="with op=Average, and nothing else"):
+            job.sgd(p, compression=fl.PowerSGD(), op=fl.Sum)
+        with pytest.raises(ValueError, match="with op=Average, and nothing else"):
+            fl.allreduce(p.detach(), name="x", compression=fl.PowerSGD())
+
+    job.run(body)
