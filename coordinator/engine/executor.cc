@@ -102,23 +102,27 @@ Status Executor::Execute(const WorkDecision& work, int64_t now_ns) {
   Set* set = FindSet(work.set);
   if (set == nullptr) return Internal("work for unknown process set " + std::to_string(work.set));
   CountActiveTime(now_ns);
-  size_t plan_count = 0;
-  FormBatches(work, options_.fusion_threshold_bytes[static_cast<size_t>(work.device())], plans_,
-              &plan_count);
-  FARANDOLE_RETURN_IF_ERROR(ClaimOperations(work, plan_count));
+  std::span<const BatchPlan> plans = work.plans;
+  if (plans.empty()) {
+    size_t count = 0;
+    FormBatches(work, options_.fusion_threshold_bytes[static_cast<size_t>(work.device())], plans_,
+                &count);
+    plans = std::span(plans_).first(count);
+  }
+  FARANDOLE_RETURN_IF_ERROR(ClaimOperations(work, plans));
   if (set->running == 0) set->moved_ns.fill(active_ns_);
-  for (size_t i = 0; i < plan_count; ++i) {
+  for (size_t i = 0; i < plans.size(); ++i) {
     if (pool_.empty()) pool_.push_back(std::make_unique<Running>());
     std::unique_ptr<Running> run = std::move(pool_.back());
     pool_.pop_back();
     run->batch.index = static_cast<int32_t>(i);
-    FARANDOLE_RETURN_IF_ERROR(Fill(*run, work, plans_[i], *set));
+    FARANDOLE_RETURN_IF_ERROR(Fill(*run, work, plans[i], *set));
     run->batch.is_followed =
-        i + 1 < plan_count && CanBeJoined(work, plans_[i]) && CanBeJoined(work, plans_[i + 1]);
+        i + 1 < plans.size() && CanBeJoined(work, plans[i]) && CanBeJoined(work, plans[i + 1]);
     counters_.Add(Counter::kBatches);
-    counters_.Add(Counter::kTensors, static_cast<int64_t>(plans_[i].entries.size()));
+    counters_.Add(Counter::kTensors, static_cast<int64_t>(plans[i].entries.size()));
     // TakeSizes counts the bytes of an alltoall.
-    if (run->sizes.is_known) counters_.Add(Counter::kBatchBytes, plans_[i].bytes);
+    if (run->sizes.is_known) counters_.Add(Counter::kBatchBytes, plans[i].bytes);
     running_.push_back(std::move(run));
     ++set->running;
   }
@@ -156,7 +160,7 @@ Status Executor::ProvideResults(Operation& operation, const DecidedKey& key) {
 }
 
 // Looks up this rank's operations and counts in how many batches each takes part.
-Status Executor::ClaimOperations(const WorkDecision& work, size_t plan_count) {
+Status Executor::ClaimOperations(const WorkDecision& work, std::span<const BatchPlan> plans) {
   decided_.clear();
   for (const DecidedKey& key : work.keys) {
     Operation* operation = key.mine ? events_.FindOperation(key.key) : nullptr;
@@ -171,9 +175,9 @@ Status Executor::ClaimOperations(const WorkDecision& work, size_t plan_count) {
       FARANDOLE_RETURN_IF_ERROR(ProvideResults(*operation, key));
     }
   }
-  for (size_t i = 0; i < plan_count; ++i) {
+  for (const BatchPlan& plan : plans) {
     int32_t last = -1;
-    for (const BatchEntry& entry : plans_[i].entries) {
+    for (const BatchEntry& entry : plan.entries) {
       // FormBatches goes through the keys in order, so the tensors of a key that share a batch
       // stand next to one another in it.
       if (entry.key == last) continue;

@@ -10,6 +10,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <unordered_map>
 #include <vector>
 
@@ -142,7 +143,7 @@ class Executor {
   /// Once they are exchanged. @return whether there is nothing to send on any rank; Internal for
   /// sizes that no rank may send.
   Result<bool> TakeSizes(Running& run);
-  Status ClaimOperations(const WorkDecision& work, size_t plan_count);
+  Status ClaimOperations(const WorkDecision& work, std::span<const BatchPlan> plans);
   static DataPlane& PlaneOf(const Running& run);
   Status StartIfNew(Running& run, int64_t now_ns);
   static Result<PlaneOperation*> Start(Running& run);

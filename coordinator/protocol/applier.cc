@@ -145,13 +145,26 @@ bool Applier::TakePending(Key& key) {
 /// Dispatch only.
 Status Applier::ApplyWork(const DownMessage& message) {
   decided_.clear();
+  known_.reset();
   const Result<SetState*> found = FindDecided(message.set, message);
   if (!found.ok()) return found.status();
   SetState* const set = found.value();
-  for (const uint32_t id : message.ids) {
-    const CachedSignature* cached = node_.keys.ById(id);
-    if (cached == nullptr) return Broke("work with unknown id " + std::to_string(id));
+  std::span<const uint32_t> ids = message.ids;
+  while (!ids.empty()) {
+    KnownWork* const known = node_.keys.FindKnown(ids, INT64_MAX);
+    if (known != nullptr && ApplyKnown(*known, *set)) {
+      ids = ids.subspan(known->ids.size());
+      if (ids.empty() && decided_.empty() && message.items.empty()) {
+        known_ = known->shared_from_this();
+      } else {
+        decided_.insert(decided_.end(), known->keys.begin(), known->keys.end());
+      }
+      continue;
+    }
+    const CachedSignature* cached = node_.keys.ById(ids.front());
+    if (cached == nullptr) return Broke("work with unknown id " + std::to_string(ids.front()));
     FARANDOLE_RETURN_IF_ERROR(ApplyId(*cached, *set));
+    ids = ids.subspan(1);
   }
   for (const WorkItem& item : message.items) FARANDOLE_RETURN_IF_ERROR(ApplyItem(item, *set));
   // WorkDecision::device() is that of the first key and stands for all.
@@ -160,7 +173,44 @@ Status Applier::ApplyWork(const DownMessage& message) {
     return Broke(Describe(*key.name) + ": decided with tensors on another kind of device");
   }
   TrackBatches(message, *set);
+  KnowRepeated(message, *set);
   return {};
+}
+
+/// What ApplyId says of each of its keys. @return false, and nothing has changed, if it is to be
+/// applied key by key, as where this rank has joined, or something is wrong.
+bool Applier::ApplyKnown(KnownWork& work, SetState& set) {
+  const bool as_voted = work.set == set.info.uid && work.own == (set.member ? work.keys.size() : 0);
+  if (!as_voted || !tally_.CloseRound(work, set)) return false;
+  if (set.member) node_.pending -= static_cast<int64_t>(work.keys.size());
+  return true;
+}
+
+/// After a decision of ids whose keys can be decided together: all are at rest now. Keys whose rows
+/// or step counts change, and of sets in which somebody has joined, are looked at one by one.
+void Applier::KnowRepeated(const DownMessage& message, const SetState& set) {
+  const bool is_large = decided_.size() >= std::max<size_t>(node_.options.least_known_ids, 2);
+  if (!is_large || !message.items.empty() || set.joined > 0) return;
+  const CachedSignature& first = *node_.keys.ById(message.ids.front());
+  if (node_.keys.Peek(first.key).round.step.step > 0 || !repeated_.Repeats(message.ids)) return;
+  auto known = std::make_shared<KnownWork>();
+  for (size_t i = 0; i < decided_.size(); ++i) {
+    const CachedSignature& cached = *node_.keys.ById(message.ids[i]);
+    const Key& key = node_.keys.At(cached.key);  // dissolves what it is a part of
+    const bool is_plain = key.IsAtRest() && cached.rows.empty() && !cached.retired;
+    if (!is_plain || !first.fusion_key.With(cached.fusion_key)) return;
+    if (decided_[i].mine != set.member) return;
+    known->fusion_key.bytes += cached.fusion_key.bytes;
+  }
+  known->fusion_key = {first.fusion_key.collective, first.fusion_key.dtype, true,
+                       known->fusion_key.bytes};
+  known->set = set.info.uid;
+  known->ids = message.ids;
+  known->keys = decided_;
+  const WorkDecision work = Work(message);
+  size_t count = 0;
+  FormBatches(work, node_.options.FusionThreshold(work.device()), known->plans, &count);
+  node_.keys.Know(std::move(known));
 }
 
 /// The steady state: this rank has voted for the key by this id alone, so there is nothing to
@@ -302,21 +352,27 @@ Status Applier::ApplyKey(KeyId id, const Signature& signature, SetState& set,
 }
 
 WorkDecision Applier::Work(const DownMessage& message) const {
+  if (known_ != nullptr) return {message.number, message.set, known_->keys, known_->plans};
   return {message.number, message.set, decided_};
 }
 
 /// Who decides counts all batches of the decision; a member those it is to report. Without items
 /// nobody is absent, so the lowest member reports all batches and the others need no plans here.
 void Applier::TrackBatches(const DownMessage& message, const SetState& set) {
-  if (decided_.empty()) return;
+  if (decided_.empty() && known_ == nullptr) return;
   const bool plain = message.items.empty();
   const bool may_report = set.member && (!plain || set.info.ranks.front() == node_.options.rank);
   if (!set.IsDecidedHere() && !may_report) return;
   const WorkDecision work = Work(message);
-  FormBatches(work, node_.options.FusionThreshold(work.device()), plans_, &batches_);
-  if (batches_ == 0 || !set.member) return;
+  std::span<const BatchPlan> plans = work.plans;
+  if (known_ == nullptr) {
+    FormBatches(work, node_.options.FusionThreshold(work.device()), plans_, &batches_);
+    plans = std::span(plans_).first(batches_);
+  }
+  batches_ = plans.size();
+  if (!set.member) return;
   for (size_t i = 0; i < batches_; ++i) {
-    const int32_t reporter = ReporterOf(set.info.ranks, plans_[i].absent);
+    const int32_t reporter = ReporterOf(set.info.ranks, plans[i].absent);
     if (reporter == node_.options.rank) reports_.Add(message.number, 0, static_cast<int32_t>(i));
   }
 }

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -48,6 +49,8 @@ class Applier {
   Status Apply(const DownMessage& message);
   Result<SetState*> FindDecided(uint32_t uid, const DownMessage& message);
   Status ApplyWork(const DownMessage& message);
+  bool ApplyKnown(KnownWork& work, SetState& set);
+  void KnowRepeated(const DownMessage& message, const SetState& set);
   Status ApplyId(const CachedSignature& cached, SetState& set);
   Status ApplyItem(const WorkItem& item, SetState& set);
   Status ApplyKey(KeyId id, const Signature& signature, SetState& set,
@@ -88,9 +91,11 @@ class Applier {
   std::vector<DecidedKey> decided_;
   std::vector<std::pair<KeyId, Status>> ended_;
   std::vector<std::pair<uint32_t, Status>> ended_sets_;
-  std::vector<KeyId> released_;  // of the sets that it ended
+  std::vector<KeyId> released_;             // of the sets that it ended
+  std::shared_ptr<const KnownWork> known_;  // is all of it; `decided_` and `plans_` are empty then
   std::vector<BatchPlan> plans_;
-  size_t batches_ = 0;  // of plans_
+  size_t batches_ = 0;  // of plans_ or known_
+  RepeatedWork repeated_;
 
   InFlightBatches reports_;  // batches this rank reports
 };

@@ -50,8 +50,21 @@ void Decider::Decide() {
 }
 
 void Decider::TakeComplete() {
-  for (const KeyId id : tally_.complete()) OnReady(id);
+  for (const VoteTally::Complete& one : tally_.complete()) {
+    if (one.known != nullptr) {
+      OnReady(one.known);
+    } else {
+      OnReady(one.key);
+    }
+  }
   tally_.ClearComplete();
+}
+
+/// It was decided at once before, so that one batch has room for it.
+void Decider::OnReady(std::shared_ptr<const KnownWork> known) {
+  const uint32_t set = known->set;
+  const DeviceKind device = known->fusion_key.collective.device;
+  Enqueue({0, false, nullptr, nullptr, std::move(known)}, set, device);
 }
 
 /// Tensors wait in the queue of their set and device; what moves nothing, and sets, for Decide. A
@@ -63,7 +76,7 @@ void Decider::OnReady(KeyId id) {
   if (!round.detailed && !ChangesSets(key.name.kind)) {
     const Signature& signature = round.plain->signature;
     if (!signature.tensors.empty())
-      return Enqueue({id, false, round.plain, nullptr}, key.name.set, signature.device);
+      return Enqueue({id, false, round.plain, nullptr, nullptr}, key.name.set, signature.device);
     outcomes_.emplace_back(id, Outcome());
     return;
   }
@@ -88,7 +101,7 @@ void Decider::OnReady(KeyId id) {
     detail->fusion_key.uniform = detail->fusion_key.uniform && outcome.uniform;
     detail->absent = std::move(outcome.absent);
     detail->skipped = std::move(outcome.skipped);
-    Enqueue({id, false, cached, std::move(detail)}, key.name.set, signature.device);
+    Enqueue({id, false, cached, std::move(detail), nullptr}, key.name.set, signature.device);
   }
 }
 
@@ -118,7 +131,7 @@ void Decider::DecideOutcomes() {
       const Round& round = key.round;
       const CachedSignature* const cached =
           round.detailed ? node_.keys.ById(round.detail->signatures.front().id) : round.plain;
-      AddToWork({id, false, cached, cached ? nullptr : std::make_unique<Detail>()});
+      AddToWork({id, false, cached, cached ? nullptr : std::make_unique<Detail>(), nullptr});
     }
     Broadcast();
   }
@@ -285,6 +298,11 @@ void Decider::TakeReady(Queue& queue, size_t at) {
 /// By id alone if the id says everything. Items count against kMessageBytes, which bounds the
 /// frame.
 void Decider::AddToWork(const Ready& ready) {
+  if (ready.known != nullptr) {
+    const std::vector<uint32_t>& ids = ready.known->ids;
+    down_.ids.insert(down_.ids.end(), ids.begin(), ids.end());
+    return;
+  }
   const bool by_id =
       ready.cached != nullptr && (ready.detail == nullptr || ready.detail->IsEmpty());
   if (by_id) {

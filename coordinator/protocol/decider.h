@@ -83,8 +83,10 @@ class Decider {
     bool taken = false;
     const CachedSignature* cached = nullptr;  // nullptr: the signature is in the round's detail
     std::unique_ptr<Detail> detail;           // not with a plain round, whose id says it all
+    std::shared_ptr<const KnownWork> known;   // in place of a key
 
     const FusionKey& fusion_key() const {
+      if (known != nullptr) return known->fusion_key;
       return detail != nullptr ? detail->fusion_key : cached->fusion_key;
     }
   };
@@ -103,6 +105,7 @@ class Decider {
 
   void TakeComplete();
   void OnReady(KeyId id);
+  void OnReady(std::shared_ptr<const KnownWork> known);
   void Enqueue(Ready ready, uint32_t set, DeviceKind device);
   void DecideOutcomes();
   void DecideSetChanges();

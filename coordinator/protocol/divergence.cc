@@ -233,8 +233,8 @@ std::optional<WaitingRanks> Divergence::Own() const {
   own.may_go_on = !node_.listener.IsBlocked();
   own.in_order = node_.options.in_order;
   for (KeyId id = 0; id < node_.keys.size(); ++id) {
-    const Key& key = node_.keys.At(id);
-    if (!key.pending || !IsWaitedFor(key)) continue;
+    const Key& key = node_.keys.Peek(id);
+    if (!node_.keys.IsPending(id) || !IsWaitedFor(key)) continue;
     if (own.keys.size() == kMostKeys) return {};
     own.in_order = own.in_order && key.name.function.empty();
     own.keys.push_back(key.name);

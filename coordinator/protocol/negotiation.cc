@@ -103,7 +103,7 @@ void Remember(NodeState& node, Key& key, const CachedSignature* cached, const Si
 /// takes the reason along.
 std::string UnreportedFailure(const SignatureCache& keys) {
   for (KeyId id = 0; id < keys.size(); ++id) {
-    const Key& key = keys.At(id);
+    const Key& key = keys.Peek(id);  // the votes of known work say nothing of failures
     if (key.pending && !key.own_failure.empty()) return key.own_failure;
   }
   return {};
@@ -140,6 +140,7 @@ struct Negotiation::Components {
         applier(node, tally, stalls, divergence),
         decider(node, tally, applier) {}
 
+  bool SubmitKnown(KeyId id, const Signature& signature, const Vote& vote);
   void ForgetIdleKeys();
   void EndAtOnce(KeyId id, const Status& why);
   Status ReceiveLeave(const UpMessage& message);
@@ -154,12 +155,30 @@ struct Negotiation::Components {
   size_t forget_above = node.options.idle_keys;  // live keys
 };
 
+/// As Negotiation::Submit of the next key of known work, by its id alone. All that Submit checks
+/// has been checked with the key's last submission, or dissolves what is known.
+/// @return false, and nothing has changed, unless it is that.
+bool Negotiation::Components::SubmitKnown(KeyId id, const Signature& signature, const Vote& vote) {
+  Key& key = node.keys.Peek(id);
+  KnownWork& work = *key.known;
+  const bool is_next = key.known_at == work.own && work.keys[work.own].mine && !node.leaves;
+  if (!is_next || !IsPlain(vote) || vote.step.step > 0 || !vote.rows.empty()) return false;
+  const CachedSignature* const cached = node.keys.Match(key, signature);
+  if (cached == nullptr || &cached->signature != work.keys[work.own].signature) return false;
+  Remember(node, key, cached, signature, vote);
+  stalls.OnSubmitted(id);
+  divergence.OnSubmitted();
+  tally.CountOwn(work);
+  return true;
+}
+
 /// Of a key without an id a rank keeps nothing that others rely on, so each forgets its own, once
 /// there are a quarter more than the last time left: those for which nobody has voted since the
 /// time before. While ids are retired, late votes by them look for their keys.
 void Negotiation::Components::ForgetIdleKeys() {
   if (node.keys.live() <= forget_above) return;
   node.keys.ForgetIf([this](KeyId id) {
+    if (node.keys.Peek(id).known != nullptr) return false;  // it has an id
     Key& key = node.keys.At(id);
     const SetState* set = node.sets.Find(key.name.set);
     const bool is_free = key.cached.empty() && key.IsAtRest() && !key.round.stalled &&
@@ -200,13 +219,19 @@ Negotiation::Negotiation(NegotiationOptions options, NegotiationListener& listen
 Negotiation::~Negotiation() = default;
 
 KeyId Negotiation::Intern(const KeyName& name) { return components_->node.keys.Intern(name); }
-const KeyName& Negotiation::NameOf(KeyId key) const { return components_->node.keys.At(key).name; }
+const KeyName& Negotiation::NameOf(KeyId key) const {
+  return components_->node.keys.Peek(key).name;
+}
 
 /// The submission is entered before its vote is counted, as this vote may complete the round. Until
 /// all checks have passed nothing changes but the name of the key's use, by which messages call it.
 Status Negotiation::Submit(KeyId id, const Signature& signature, const Vote& vote) {
   FARANDOLE_RETURN_IF_ERROR(fault());
   NodeState& node = components_->node;
+  if (node.keys.Peek(id).known != nullptr) {
+    if (components_->SubmitKnown(id, signature, vote)) return {};
+    components_->tally.CountPartial();
+  }
   Key& key = node.keys.At(id);
   SetState* set = node.sets.Find(key.name.set);
   FARANDOLE_RETURN_IF_ERROR(CheckSubmit(node, key, set));
@@ -233,6 +258,7 @@ Status Negotiation::Submit(KeyId id, const Signature& signature, const Vote& vot
 /// Sent at once, even with submissions pending. If it were held back until they end, other ranks
 /// might wait for this one in another key and never submit those.
 Status Negotiation::Join() {
+  components_->tally.CountPartial();
   const NodeState& node = components_->node;
   if (node.leaves) return InvalidArgument("join: this rank has left");
   if (node.sets.Joined(node.options.rank)) {
@@ -244,6 +270,7 @@ Status Negotiation::Join() {
 }
 
 Status Negotiation::AnnounceLeave() {
+  components_->tally.CountPartial();
   NodeState& node = components_->node;
   if (node.leaves) return InvalidArgument("leave: this rank has left already");
   node.leaves = true;
@@ -254,6 +281,7 @@ Status Negotiation::AnnounceLeave() {
 }
 
 Status Negotiation::Leave(FailureFacts failure) {
+  components_->tally.CountPartial();
   NodeState& node = components_->node;
   if (node.left) return InvalidArgument("leave: this rank has left already");
   node.leaves = node.left = true;
@@ -281,6 +309,7 @@ void Negotiation::BatchDone(int64_t number, int32_t index) {
 
 Status Negotiation::ReceiveUp(int from, const UpMessage& message) {
   FARANDOLE_RETURN_IF_ERROR(fault());
+  components_->tally.CountPartial();
   NodeState& node = components_->node;
   const int child = node.sets.ChildOf(from);
   if (child < 0) return Internal("protocol: rank " + std::to_string(from) + " is no child");
@@ -323,6 +352,7 @@ Status Negotiation::ReceiveUp(int from, const UpMessage& message) {
 
 Status Negotiation::ReceiveDown(int from, const DownMessage& message) {
   FARANDOLE_RETURN_IF_ERROR(fault());
+  components_->tally.CountPartial();
   if (from != components_->node.sets.parent()) {
     return Internal("protocol: rank " + std::to_string(from) + " is not the parent");
   }
@@ -334,6 +364,7 @@ Status Negotiation::ReceiveDown(int from, const DownMessage& message) {
 /// Called when an iteration of the engine loop has taken in all that has come, so that keys
 /// completed together share a message or a batch.
 void Negotiation::Flush() {
+  components_->tally.CountPartial();
   components_->decider.Decide();
   components_->tally.SendVotes();
   components_->ForgetIdleKeys();
@@ -342,6 +373,7 @@ void Negotiation::Flush() {
 void Negotiation::SetTime(int64_t now_ns) { components_->node.now_ns = now_ns; }
 int64_t Negotiation::Tick(int64_t now_ns) {
   SetTime(now_ns);
+  components_->tally.CountPartial();
   components_->divergence.Tick();
   return std::min(components_->stalls.Tick(), due_ns());
 }
@@ -355,8 +387,9 @@ bool Negotiation::Busy() const {
 int64_t Negotiation::Pending() const { return components_->node.pending; }
 Negotiation::TableSizes Negotiation::Sizes() const {
   const NodeState& node = components_->node;
-  return {node.sets.all().size(), node.keys.live(), node.keys.size(), components_->decider.ids(),
-          components_->decider.queues()};
+  return {
+      node.sets.all().size(),        node.keys.live(), node.keys.size(), components_->decider.ids(),
+      components_->decider.queues(), node.keys.known()};
 }
 int64_t Negotiation::last_number(uint32_t set) const {
   const SetState* state = components_->node.sets.Find(set);

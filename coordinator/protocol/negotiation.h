@@ -36,11 +36,15 @@ struct DecidedKey {
   std::span<const int64_t> rows = {};
 };
 
+struct BatchPlan;
+
 /// A Work decision, the same on every member of the set.
 struct WorkDecision {
   int64_t number = 0;
   uint32_t set = kGlobalSet;
   std::span<const DecidedKey> keys;
+  /// Its batches, where they are known from the last time (FormBatches); or empty.
+  std::span<const BatchPlan> plans = {};
 
   /// Where all its tensors are: device kinds are decided apart.
   DeviceKind device() const {
@@ -110,6 +114,8 @@ struct NegotiationOptions {
   int64_t cuda_fusion_threshold_bytes = int64_t{25} << 20;  ///< The same for tensors on a GPU.
   int window = 2;  ///< Unfinished batches per (set, device kind).
   uint32_t max_ids = 65'536;
+  /// Work of at least so many ids is remembered, to be handled as one when it comes again.
+  size_t least_known_ids = 16;
   /// What idle ids may take before they are retired, on every rank, and how many keys without
   /// one are kept before idle ones are forgotten, on this rank. 0: they are looked for at each
   /// Flush.
@@ -202,6 +208,7 @@ class Negotiation {
     size_t numbers = 0;  ///< Of keys, free ones included.
     size_t ids = 0;      ///< Handed out here.
     size_t queues = 0;   ///< Of what is decided here.
+    size_t known = 0;    ///< Decisions known as one.
     bool operator==(const TableSizes&) const = default;
   };
   TableSizes Sizes() const;

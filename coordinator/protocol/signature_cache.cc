@@ -30,8 +30,36 @@ const std::vector<KeyId>& SignatureCache::OfSet(uint32_t set) const {
   return it == by_set_.end() ? kNone : it->second.keys;
 }
 
+void SignatureCache::Know(std::shared_ptr<KnownWork> work) {
+  for (size_t i = 0; i < work->keys.size(); ++i) {
+    Key& key = keys_[work->keys[i].key];
+    key.known = work.get();
+    key.known_at = static_cast<uint32_t>(i);
+    work->freed = std::max(work->freed, Slot(work->ids[i]).freed);
+  }
+  known_.push_back(std::move(work));
+}
+
+/// A vote that may mean an id's former key (IsLate) is looked at id by id.
+KnownWork* SignatureCache::FindKnown(std::span<const uint32_t> ids, int64_t number) const {
+  const CachedSignature* const first = ById(ids.front());
+  KnownWork* const work = first == nullptr ? nullptr : keys_[first->key].known;
+  if (work == nullptr || number < work->freed || ids.size() < work->ids.size()) return nullptr;
+  return std::ranges::equal(ids.first(work->ids.size()), work->ids) ? work : nullptr;
+}
+
+/// A decider may still have it in its queue.
+void SignatureCache::Dissolve(KnownWork& work) {
+  for (size_t i = 0; i < work.keys.size(); ++i) {
+    Key& key = keys_[work.keys[i].key];
+    key.known = nullptr;
+    work.Restore(i, ById(work.ids[i]), key);
+  }
+  std::erase_if(known_, [&](const auto& one) { return one.get() == &work; });
+}
+
 void SignatureCache::Release(KeyId id, int64_t number) {
-  for (const CachedSignature* cached : keys_[id].cached) FreeId(cached->id, number);
+  for (const CachedSignature* cached : At(id).cached) FreeId(cached->id, number);
   const auto of_set = by_set_.find(keys_[id].name.set);
   std::vector<KeyId>& list = of_set->second.keys;
   // From the end, as the keys of a set are released last to first (Applier::ReleaseKeys).
@@ -49,7 +77,7 @@ void SignatureCache::Clear(KeyId id) {
 void SignatureCache::Retire(uint32_t id) {
   CachedSignature& cached = *Slot(id).cached;
   cached.retired = true;
-  std::erase(keys_[cached.key].cached, &cached);
+  std::erase(At(cached.key).cached, &cached);
 }
 
 /// After a set has ended, IsLate recognises votes by the id that still mean the old key.

@@ -7,9 +7,11 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <span>
 #include <unordered_map>
 #include <vector>
 
+#include "coordinator/protocol/known_work.h"
 #include "coordinator/protocol/state.h"
 
 namespace farandole {
@@ -22,8 +24,26 @@ class SignatureCache {
   /// The key's number here; new names get a free one. Names of data collectives of different kinds
   /// are one key.
   KeyId Intern(const KeyName& name);
-  Key& At(KeyId id) { return keys_[id]; }
-  const Key& At(KeyId id) const { return keys_[id]; }
+  /// The key, with its round and submission: known work of which it is a part is dissolved.
+  Key& At(KeyId id) {
+    Key& key = keys_[id];
+    if (key.known != nullptr) Dissolve(*key.known);
+    return key;
+  }
+  /// The same, but that what known work keeps of it is there.
+  Key& Peek(KeyId id) { return keys_[id]; }
+  const Key& Peek(KeyId id) const { return keys_[id]; }
+  /// Whether an own submission of it is pending.
+  bool IsPending(KeyId id) const {
+    const Key& key = keys_[id];
+    return key.known == nullptr ? key.pending : key.known_at < key.known->own;
+  }
+  /// From now on its keys are known as one. They are at rest, and not part of another one.
+  void Know(std::shared_ptr<KnownWork> work);
+  /// The known work that the first of `ids` is a part of, if they begin with all of its ids and
+  /// their sender has applied the decisions up to `number`; or nullptr.
+  KnownWork* FindKnown(std::span<const uint32_t> ids, int64_t number) const;
+  size_t known() const { return known_.size(); }
   /// Numbers are below it; released ones among them have an empty Key.
   size_t size() const { return keys_.size(); }
   /// Keys that are not released.
@@ -97,6 +117,7 @@ class SignatureCache {
     int64_t freed = 0;  // number of the decision that ended its last key's set
   };
   void Clear(KeyId id);
+  void Dissolve(KnownWork& work);
   const Id* Find(uint32_t id) const {
     const auto level = static_cast<size_t>(LevelOfId(id));
     if (level >= ids_.size() || IndexOfId(id) >= ids_[level].size()) return nullptr;
@@ -113,6 +134,7 @@ class SignatureCache {
   };
   std::unordered_map<uint32_t, OfOneSet> by_set_;
   std::vector<std::vector<Id>> ids_;  // by level and index
+  std::vector<std::shared_ptr<KnownWork>> known_;
 };
 
 }  // namespace farandole

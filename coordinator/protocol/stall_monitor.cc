@@ -38,7 +38,7 @@ void ShortenAnswers(std::vector<Answer>& answers) {
 }  // namespace
 
 void StallMonitor::OnSubmitted(KeyId id) {
-  Key& key = node_.keys.At(id);
+  Key& key = node_.keys.Peek(id);
   key.stalled = false;
   key.since_ns = node_.now_ns;
   if (IsWaitedFor(key)) {
@@ -97,8 +97,8 @@ void StallMonitor::ReportOwnStalls() {
   next_scan_ns_ = kNever;
   ForgetHeard();
   for (KeyId id = 0; id < node_.keys.size(); ++id) {
-    Key& key = node_.keys.At(id);
-    if (!key.pending || key.stalled || !IsWaitedFor(key)) continue;
+    Key& key = node_.keys.Peek(id);
+    if (!node_.keys.IsPending(id) || key.stalled || !IsWaitedFor(key)) continue;
     if (node_.now_ns - key.since_ns < node_.options.stall_ns) {
       next_scan_ns_ = std::min(next_scan_ns_, key.since_ns + node_.options.stall_ns);
       continue;

@@ -71,9 +71,14 @@ struct Round {
   KeyVotes& Detail(const KeyName& key);
 };
 
-/// What every use reads and writes comes first, so that many keys take few cache lines each.
+struct KnownWork;
+
+/// What every use reads and writes comes first, so that many keys take few cache lines each. While
+/// `known` is set, what its head lists is there and not here.
 struct Key {
   Round round;
+  KnownWork* known = nullptr;
+  uint32_t known_at = 0;      // position in it
   int64_t closed = 0;         // number of the decision that closed the last round here
   bool pending = false;       // an own submission is
   bool own_is_plain = false;  // it says what an id alone says, so that nothing below counts

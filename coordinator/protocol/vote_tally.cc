@@ -128,10 +128,56 @@ Status VoteTally::ReceiveVotes(int child, const UpMessage& message) {
 /// @param number  The last decision that the sender had applied.
 Status VoteTally::CountIds(int contributor, std::span<const uint32_t> ids, const StepCount& step,
                            int64_t number) {
-  for (const uint32_t id : ids) {
-    FARANDOLE_RETURN_IF_ERROR(CountId(contributor, id, step, number));
+  while (!ids.empty()) {
+    KnownWork* const known = step.step == 0 ? node_.keys.FindKnown(ids, number) : nullptr;
+    if (known != nullptr && CountKnown(*known, contributor)) {
+      ids = ids.subspan(known->ids.size());
+      continue;
+    }
+    FARANDOLE_RETURN_IF_ERROR(CountId(contributor, ids.front(), step, number));
+    ids = ids.subspan(1);
   }
   return {};
+}
+
+void VoteTally::CountOwn(KnownWork& work) {
+  if (++work.own == 1) partial_.push_back(&work);
+  if (!work.IsAllOwn() || !CountKnown(work, kSelf)) return;
+  std::erase(partial_, &work);
+}
+
+/// Also what CountKnown has refused. What is known is dissolved with the look at its first key,
+/// which then has been submitted, like all before `own`, but has no vote. No round refuses it, as
+/// known work had none of this rank.
+void VoteTally::CountPartial() {
+  while (!partial_.empty()) {
+    const KnownWork* const work = partial_.back();
+    partial_.pop_back();
+    std::vector<std::pair<KeyId, const CachedSignature*>> submitted;
+    for (size_t i = 0; i < work->own; ++i)
+      submitted.emplace_back(work->keys[i].key, node_.keys.ById(work->ids[i]));
+    for (const auto& [id, cached] : submitted) (void)CountOwn(id, *cached, StepCount());
+  }
+}
+
+/// As for each of its keys. @return false, and nothing has changed, for a vote that is counted, or
+/// refused, key by key.
+bool VoteTally::CountKnown(KnownWork& work, int contributor) {
+  const SetState& set = *node_.sets.Find(work.set);
+  const bool is_expected = set.live && set.joined == 0 && set.Contributes(contributor) &&
+                           set.decided_at != SetState::DecidedAt::kBelow;
+  if (!is_expected || work.sent || work.voted.Test(contributor)) return false;
+  work.voted.Set(contributor);
+  work.used = true;
+  if (work.votes++ == 0) open_rounds_ += static_cast<int64_t>(work.keys.size());
+  if (work.votes < set.contributors) return true;
+  work.sent = true;
+  if (set.IsDecidedHere()) {
+    complete_.push_back({0, work.shared_from_this()});
+  } else {
+    for (const uint32_t id : work.ids) AddId(id, StepCount(), up_);
+  }
+  return true;
 }
 
 Status VoteTally::CountId(int contributor, uint32_t id, const StepCount& step, int64_t number) {
@@ -462,7 +508,7 @@ void VoteTally::CompleteIfAll(KeyId id, SetState& set) {
     SortByRank(round.detail->failed);
     SortByRank(round.detail->rows);
   }
-  if (set.IsDecidedHere()) return complete_.push_back(id);
+  if (set.IsDecidedHere()) return complete_.push_back({id, nullptr});
   if (!round.detailed) {
     AddId(round.plain->id, round.step, up_);
     return;
@@ -523,6 +569,18 @@ Status VoteTally::CloseRound(Key& key, const SetState& set) {
   // Stalls of this round that are still on their way up are recognised by it.
   key.closed = set.last_number;
   return {};
+}
+
+/// All its keys are waited for: steps have no tensors.
+bool VoteTally::CloseRound(KnownWork& work, const SetState& set) {
+  if (!work.sent) return false;
+  open_rounds_ -= static_cast<int64_t>(work.keys.size());
+  work.voted.Clear();
+  work.votes = 0;
+  work.sent = false;
+  work.own = 0;
+  work.closed = set.last_number;
+  return true;
 }
 
 /// Frees the memory too: the key is released next, or belongs to the global set, which has ended.

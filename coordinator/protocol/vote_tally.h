@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -29,6 +30,11 @@ class VoteTally {
   /// This rank's own vote: with every tensor present, by a signature that has an id; or any other.
   Status CountOwn(KeyId id, const CachedSignature& cached, const StepCount& step);
   Status CountOwn(KeyId id, KeyVotes votes);
+  /// The same of known work, of which one more key is submitted; counted when all are.
+  void CountOwn(KnownWork& work);
+  /// Known work of which only some keys are submitted is none: their votes are counted. To be
+  /// called before anything but a further submission.
+  void CountPartial();
   /// @return Internal for votes that no correct child sends.
   Status ReceiveVotes(int child, const UpMessage& message);
   /// `rank`, this one or one below, has joined. @return Internal if it had joined already.
@@ -44,13 +50,20 @@ class VoteTally {
   /// The key is decided: its round ends and the next vote opens another.
   /// @return Internal if a contributor has neither voted nor joined.
   Status CloseRound(Key& key, const SetState& set);
+  /// The same of known work. @return false, and nothing has changed, if it is not complete.
+  bool CloseRound(KnownWork& work, const SetState& set);
   /// The id means nothing soon: an open round says what it has meant, in full.
   void SpellOut(const CachedSignature& cached);
   /// The key's set has ended, complete or not.
   void DropRound(Key& key);
 
-  /// Keys to be decided here whose rounds have completed since ClearComplete, in order.
-  const std::vector<KeyId>& complete() const { return complete_; }
+  /// A key to be decided here whose round is complete; or known work.
+  struct Complete {
+    KeyId key = 0;
+    std::shared_ptr<const KnownWork> known;
+  };
+  /// Since ClearComplete, in order.
+  const std::vector<Complete>& complete() const { return complete_; }
   void ClearComplete() { complete_.clear(); }
   /// Rounds with votes for which a caller waits somewhere.
   int64_t open_rounds() const { return open_rounds_; }
@@ -60,6 +73,7 @@ class VoteTally {
  private:
   Status CountIds(int contributor, std::span<const uint32_t> ids, const StepCount& step,
                   int64_t number);
+  bool CountKnown(KnownWork& work, int contributor);
   Status CountId(int contributor, uint32_t id, const StepCount& step, int64_t number);
   KeyVotes InFull(int contributor, const CachedSignature& cached, const StepCount& step) const;
   void AddKnownRows(int contributor, const CachedSignature& cached, KeyVotes& votes) const;
@@ -83,7 +97,8 @@ class VoteTally {
   UpMessage up_;         // votes that have added up; keeps its capacity
   size_t up_bytes_ = 0;  // of its records, about
   int64_t open_rounds_ = 0;
-  std::vector<KeyId> complete_;
+  std::vector<Complete> complete_;
+  std::vector<KnownWork*> partial_;  // of which some keys are submitted
   int last_joined_ = -1;
 };
 

@@ -114,11 +114,11 @@ break_rule(kSplitGroup decider.cc
 ]=])
 
 break_rule(kReporterIgnoresAbsent applier.cc
-[=[    const int32_t reporter = ReporterOf(set.info.ranks, plans_[i].absent);
+[=[    const int32_t reporter = ReporterOf(set.info.ranks, plans[i].absent);
 ]=]
 [=[    const int32_t reporter = Broken(kReporterIgnoresAbsent)
                                  ? set.info.ranks.front()
-                                 : ReporterOf(set.info.ranks, plans_[i].absent);
+                                 : ReporterOf(set.info.ranks, plans[i].absent);
 ]=])
 
 # Below rank 0 a decision is forwarded at once and comes back from Flush to be applied.

@@ -22,6 +22,7 @@ NegotiationOptions OptionsOf(const World& world, int rank) {
   options.cuda_fusion_threshold_bytes = s.FusionThreshold(DeviceKind::kCuda);
   options.window = s.window;
   options.max_ids = s.max_ids;
+  options.least_known_ids = 2;
   if (s.forgets) options.idle_id_bytes = options.idle_keys = 0;
   options.stall_ns = s.stall_ns;
   options.answer_wait_ns = 5 * s.link_delay;
@@ -177,9 +178,25 @@ void Player::CheckRows(const WorkDecision& work, const DecidedKey& key, const Vo
   }
 }
 
+/// What is remembered of the batches is what the decision says.
+void Player::CheckPlans(const WorkDecision& work, std::span<const BatchPlan> formed) {
+  if (work.plans.empty()) return;
+  ++world_.totals().known;
+  const auto same = [](const BatchPlan& a, const BatchPlan& b) {
+    const auto same_entry = [](const BatchEntry& x, const BatchEntry& y) {
+      return x.key == y.key && x.tensor == y.tensor;
+    };
+    return a.bytes == b.bytes && a.absent == b.absent &&
+           std::ranges::equal(a.entries, b.entries, same_entry);
+  };
+  if (std::ranges::equal(work.plans, formed, same)) return;
+  world_.oracle().Fail("handed batches that are not those of the work");
+}
+
 void Player::OnWork(const WorkDecision& work) {
   size_t count = 0;
   FormBatches(work, world_.scenario().FusionThreshold(work.device()), plans_, &count);
+  CheckPlans(work, std::span(plans_).first(count));
   world_.oracle().Handed(rank_, work, plans_, count);
   ++world_.totals().works;
   const std::vector<int32_t>& members = *world_.oracle().RanksOf(work.set);

@@ -110,6 +110,7 @@ class Player final : public NegotiationListener {
   void Tick();
   void ScheduleAct();
   void Check(const Status& status, const char* what);
+  void CheckPlans(const WorkDecision& work, std::span<const BatchPlan> formed);
   void CheckRows(const WorkDecision& work, const DecidedKey& key, const Vote& vote);
   bool AllOver(int end) const;
   void QueueBatch(const WorkDecision& work, const BatchPlan& plan, int32_t index);

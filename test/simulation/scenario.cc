@@ -57,6 +57,13 @@ void DrawSchedule(Random& random, Scenario& s) {
   s.max_ids = ids[random.Below(5)];
   s.stall_ns = random.Percent(30) ? random.Between(100, 3000) : 0;
   s.forgets = s.seed % 4 == 3;
+  s.repeats = s.seed % 9 == 1 || s.seed % 9 == 8;
+  if (!s.repeats) return;
+  // Ranks submit the operations of a round before they flush, in the order of the script.
+  s.look_ahead = 1;
+  s.think = random.Percent(70) ? 0 : 2;
+  s.flush_delay = random.Between(20, 100);
+  s.fusion_threshold_bytes = thresholds[random.Between(1, 3)];
 }
 
 Flavour DrawFlavour(Random& random, OpKind kind) {
@@ -83,7 +90,11 @@ class Writer {
 
   void Write(int phases, int ops_per_phase) {
     for (int phase = 0; phase < phases; ++phase) {
-      for (int i = 0; i < ops_per_phase; ++i) WriteOp(phase);
+      if (s_.repeats) {
+        WriteRounds(phase, ops_per_phase);
+      } else {
+        for (int i = 0; i < ops_per_phase; ++i) WriteOp(phase);
+      }
       s_.phase_end.push_back(static_cast<int>(s_.ops.size()));
     }
   }
@@ -106,6 +117,22 @@ class Writer {
     const bool moves = op.kind != OpKind::kBarrier;
     op.flavour = moves ? DrawFlavour(random_, op.kind) : Flavour::kPlain;
     Push(op);
+  }
+
+  /// Of the global set, and sometimes of one that may end.
+  void WriteRounds(int phase, int ops) {
+    const int names = random_.Between(2, 5);
+    for (int i = 0; i < ops; ++i) {
+      Op op;
+      op.phase = phase;
+      op.name = "round" + std::to_string(i % names);
+      if (random_.Percent(5)) {
+        op.variant = random_.Below(2);
+        op.flavour = DrawFlavour(random_, op.kind);
+      }
+      Push(op);
+      if (random_.Percent(2)) WriteOp(phase);
+    }
   }
 
   void WriteAddSet(int phase) {
@@ -158,7 +185,7 @@ class Writer {
 };
 
 void DrawJoins(Random& random, Scenario& s) {
-  const bool early = random.Percent(70);
+  const bool early = random.Percent(s.repeats ? 30 : 70);
   s.join_at.resize(static_cast<size_t>(s.size));
   for (auto& phases : s.join_at) {
     int begin = 0;
@@ -202,6 +229,7 @@ Signature Agreed(const Scenario& s, const Op& op, uint32_t uid) {
     if (RowsMayDiffer(op.kind)) tensor.shape.front() = 0;
     signature.tensors.push_back(tensor);
   }
+  if (op.name.starts_with("round")) return signature;  // fuses with the others
   signature.op = random.Percent(80) ? ReduceOp::kSum : ReduceOp::kAverage;
   signature.device = random.Percent(60) ? DeviceKind::kCpu : DeviceKind::kCuda;
   if (op.kind != OpKind::kBroadcast) return signature;
@@ -260,7 +288,11 @@ bool Scenario::IsMember(const Op& op, int rank) const {
 }
 
 bool Scenario::WaitsAt(int rank, int position) const {
-  return HashOf({seed, static_cast<uint64_t>(rank), static_cast<uint64_t>(position)}) % 10 == 0;
+  // As a training loop does after a step; else hardly any round comes whole.
+  if (repeats && position < std::ssize(ops) && ops[static_cast<size_t>(position)].name == "round0")
+    return true;
+  return !repeats &&
+         HashOf({seed, static_cast<uint64_t>(rank), static_cast<uint64_t>(position)}) % 10 == 0;
 }
 
 Signature Scenario::SignatureOf(const Op& op, int rank, uint32_t uid) const {
@@ -315,7 +347,7 @@ Scenario MakeScenario(uint64_t seed) {
   s.sets.push_back(everyone);
   s.add_op.push_back(-1);
   const int budget = s.size > 24 ? 24 : s.size > 8 ? 40 : 60;
-  const int phases = random.Between(1, 3);
+  const int phases = random.Between(1, s.repeats ? 2 : 3);
   Writer(random, s).Write(phases, random.Between(2, budget / phases));
   DrawJoins(random, s);
   DrawLeaves(random, s);

@@ -48,6 +48,7 @@ struct Scenario {
   uint32_t max_ids = 65'536;
   int64_t stall_ns = 0;
   bool forgets = false;  ///< Idle ids and keys at once.
+  bool repeats = false;  ///< Rounds of the same operations in the same order, with exceptions.
   // Of the schedule.
   int link_delay = 1;
   int think = 1;

@@ -32,6 +32,7 @@ TEST_P(Schedules, EndEverySubmissionOnceAlikeOnAllRanks) {
   EXPECT_GT(totals.joins, 1'000);
   EXPECT_GT(totals.reports, 1'000);
   EXPECT_GT(totals.retired, 100);
+  EXPECT_GT(totals.known, 100);
 }
 
 INSTANTIATE_TEST_SUITE_P(FiveHundred, Schedules, testing::Values(0, 1, 2));

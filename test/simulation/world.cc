@@ -140,6 +140,7 @@ void Add(const Totals& one, Totals* totals) {
   totals->reports += one.reports;
   totals->joins += one.joins;
   totals->retired += one.retired;
+  totals->known += one.known;
   totals->crashes += one.crashes;
   totals->stops += one.stops;
   totals->lost += one.lost;

@@ -35,6 +35,7 @@ struct Totals {
   int64_t reports = 0;
   int64_t joins = 0;
   int64_t retired = 0;  ///< Ids, on each link.
+  int64_t known = 0;    ///< Decisions handed out with remembered batches.
   int64_t crashes = 0;
   int64_t stops = 0;
   int64_t lost = 0;      ///< Ranks that a final error named a crashed one to.

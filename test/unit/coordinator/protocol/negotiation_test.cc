@@ -12,6 +12,7 @@
 
 #include "coordinator/control/rendezvous.h"
 #include "coordinator/protocol/error_text.h"
+#include "coordinator/protocol/known_work.h"
 #include "coordinator/protocol/stall_report.h"
 #include "core/clock.h"
 #include "test/support/count_allocations.h"
@@ -57,6 +58,7 @@ class Rank final : public NegotiationListener {
     ++works;
     number = work.number;
     keys = static_cast<int>(work.keys.size());
+    plans = static_cast<int>(work.plans.size());
     rows.assign(work.keys.front().rows.begin(), work.keys.front().rows.end());
     if (!log_works) return;
     absent.assign(work.keys.front().absent.begin(), work.keys.front().absent.end());
@@ -104,6 +106,7 @@ class Rank final : public NegotiationListener {
   int works = 0;
   int64_t number = 0;
   int keys = 0;
+  int plans = 0;  // that came with it
   bool log_works = true;
   std::vector<RankMask> absent;
   std::vector<int64_t> rows;
@@ -1352,6 +1355,181 @@ TEST(NegotiationOptions, ChooseThePlaneOfASetByWhoSharesMemory) {
   const std::vector<int32_t> without = {3, 5}, one_of_each = {0, 1, 3};
   EXPECT_EQ(options.PlanesOf(without), (std::vector<uint8_t>{0, 1}));
   EXPECT_EQ(options.PlanesOf(one_of_each), (std::vector<uint8_t>{0, 1}));
+}
+
+/// Two ranks that run the same tensors again and again, which makes them known work.
+class KnownWorkTest : public testing::Test {
+ protected:
+  static constexpr int kTensors = 20;
+  static std::string NameOf(int tensor) { return "t" + std::to_string(tensor); }
+
+  KnownWorkTest() : job(2, WithStalls()) {
+    for (int round = 0; round < 4; ++round) Round();  // two by record, two by id
+  }
+  static NegotiationOptions WithStalls() {
+    NegotiationOptions options;
+    options.stall_ns = 1000;
+    options.window = 1;
+    return options;
+  }
+  void Submit(int rank, int begin = 0, int end = kTensors) {
+    for (int t = begin; t < end; ++t) ASSERT_TRUE(job.Submit(rank, NameOf(t), Float({2})).ok());
+  }
+  void Round() {
+    for (int rank = 0; rank < 2; ++rank) Submit(rank);
+    job.Settle();
+    job.Finish();
+  }
+  size_t known(int rank) { return job.At(rank).Sizes().known; }
+  /// Nothing of the disturbance is left: a further round runs whole, and a few on it is known.
+  void ExpectRoundsAsBefore() {
+    for (int round = 0; round < 6; ++round) {
+      const int works = job[0].works;
+      Round();
+      for (int rank = 0; rank < 2; ++rank) {
+        EXPECT_EQ(job[rank].works, works + 1);
+        EXPECT_EQ(job[rank].keys, kTensors);
+        EXPECT_EQ(job.At(rank).Pending(), 0);
+      }
+    }
+    for (int rank = 0; rank < 2; ++rank) EXPECT_EQ(job[rank].plans, 1) << "rank " << rank;
+  }
+
+  Job job;
+};
+
+TEST_F(KnownWorkTest, IsHandedOutWithItsBatches) {
+  EXPECT_EQ(job[0].plans, 0);
+  for (int rank = 0; rank < 2; ++rank) EXPECT_EQ(known(rank), 1U);
+  ExpectRoundsAsBefore();
+  for (int rank = 0; rank < 2; ++rank) EXPECT_FALSE(job.At(rank).Busy());
+}
+
+TEST_F(KnownWorkTest, HoldsBackNoKeyOfARoundThatIsNotWhole) {
+  for (int rank = 0; rank < 2; ++rank) Submit(rank, 0, 3);
+  job.Settle();
+  for (int rank = 0; rank < 2; ++rank) {
+    EXPECT_EQ(job[rank].keys, 3);
+    EXPECT_EQ(known(rank), 0U);
+  }
+  job.Finish();
+  for (int rank = 0; rank < 2; ++rank) Submit(rank, 3);
+  job.Settle();
+  EXPECT_EQ(job[1].keys, kTensors - 3);
+  job.Finish();
+  ExpectRoundsAsBefore();
+}
+
+TEST_F(KnownWorkTest, ComesInAnyOrder) {
+  Submit(0);
+  for (int t = kTensors; t-- > 0;) Submit(1, t, t + 1);
+  job.Settle();
+  job.Finish();
+  ExpectRoundsAsBefore();
+}
+
+TEST_F(KnownWorkTest, RefusesAKeyThatIsPending) {
+  Submit(0, 0, 2);
+  EXPECT_THAT(job.Submit(0, NameOf(1), Float({2})).message(),
+              testing::HasSubstr("already pending"));
+  Submit(0, 2);
+  EXPECT_THAT(job.Submit(0, NameOf(1), Float({2})).message(),
+              testing::HasSubstr("already pending"));
+  Submit(1);
+  job.Settle();
+  job.Finish();
+  ExpectRoundsAsBefore();
+}
+
+TEST_F(KnownWorkTest, TakesANewSignatureOfOneKey) {
+  for (int rank = 0; rank < 2; ++rank) {
+    Submit(rank, 0, 7);
+    ASSERT_TRUE(job.Submit(rank, NameOf(7), Float({3})).ok());
+    Submit(rank, 8);
+  }
+  job.Settle();
+  EXPECT_EQ(job[0].keys, kTensors);
+  EXPECT_EQ(job[0].plans, 0) << "the batches of other tensors";
+  job.Finish();
+  ExpectRoundsAsBefore();
+}
+
+TEST_F(KnownWorkTest, RefusesTheOneKeyThatFailed) {
+  Vote failed;
+  failed.failed = "out of memory";
+  Submit(0);
+  Submit(1, 0, 7);
+  ASSERT_TRUE(job.Submit(1, NameOf(7), Float({2}), failed).ok());
+  Submit(1, 8);
+  job.Settle();
+  EXPECT_EQ(job[0].keys, kTensors - 1);
+  ASSERT_EQ(job[0].ended.size(), 1U);
+  EXPECT_THAT(job[0].ended[0].message(), testing::HasSubstr("out of memory"));
+  job.Finish();
+  ExpectRoundsAsBefore();
+}
+
+TEST_F(KnownWorkTest, RunsWithoutARankThatHasJoined) {
+  Submit(0);
+  ASSERT_TRUE(job.At(1).Join().ok());
+  job.Settle();
+  EXPECT_EQ(job[0].keys, kTensors);
+  EXPECT_THAT(job[0].absent, testing::ElementsAre(RankMask{1, {1}}));
+  job.Finish();
+  ASSERT_TRUE(job.At(0).Join().ok());
+  job.Settle();
+  ExpectRoundsAsBefore();
+}
+
+TEST_F(KnownWorkTest, EndsWithARankThatLeaves) {
+  Submit(0);
+  ASSERT_TRUE(job.At(1).Leave().ok());
+  job.Settle();
+  EXPECT_EQ(job[0].ended.size(), size_t{kTensors});
+  EXPECT_EQ(job.At(0).Pending(), 0);
+}
+
+TEST_F(KnownWorkTest, IsReportedWhenItStalls) {
+  Submit(0);
+  job.Settle();
+  EXPECT_EQ(known(0), 1U);
+  job.Tick(2000);
+  job.Tick(10'000'000'000);
+  EXPECT_EQ(known(0), 0U);
+  ASSERT_FALSE(job[0].reports.empty());
+  EXPECT_THAT(job[0].reports[0], testing::HasSubstr("t0"));
+  Submit(1);
+  job.Settle();
+  EXPECT_EQ(job[0].keys, kTensors);
+  job.Finish();
+  ExpectRoundsAsBefore();
+}
+
+/// The window is full, and the decider's queue has what is dissolved meanwhile.
+TEST_F(KnownWorkTest, IsDecidedThoughItIsDissolvedInTheQueue) {
+  job.SubmitAll("first", Float({1000}));
+  job.Settle();
+  const int works = job[0].works;
+  for (int rank = 0; rank < 2; ++rank) Submit(rank);
+  job.Settle();
+  EXPECT_EQ(job[0].works, works) << "the window is full";
+  job.Tick(2000);
+  EXPECT_EQ(known(0), 0U);
+  job.Finish();
+  EXPECT_EQ(job[1].works, works + 1);
+  EXPECT_EQ(job[1].keys, kTensors);
+  job.Finish();
+  ExpectRoundsAsBefore();
+}
+
+TEST(RepeatedWork, PaysLessOftenForWhatIsDissolvedAgainAndAgain) {
+  RepeatedWork repeated;
+  const std::vector<uint32_t> ids = {4, 5, 6};
+  std::vector<int> yes;
+  for (int i = 0; i < 16; ++i)
+    if (repeated.Repeats(ids)) yes.push_back(i);
+  EXPECT_THAT(yes, testing::ElementsAre(1, 3, 7, 15));
+  EXPECT_FALSE(repeated.Repeats(std::vector<uint32_t>{6, 5, 4}));
 }
 
 }  // namespace
