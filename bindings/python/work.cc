@@ -357,6 +357,7 @@ std::vector<int64_t> Work::ResultShape(const Array& source) const {
 }
 
 py::object Work::Wait() {
+  const auto self = shared_from_this();  // longer than the lock
   if (!wait_mutex_.try_lock()) {
     const WaitGuard guard(waiting_);
     WaitInSlices(-1, [&](double slice_s) {
@@ -365,7 +366,6 @@ py::object Work::Wait() {
     });
   }
   const std::lock_guard lock(wait_mutex_, std::adopt_lock);
-  const auto self = shared_from_this();
   RefuseSpent();
   if (is_gone()) ThrowInternal(kClosed);
   try {
