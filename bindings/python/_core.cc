@@ -220,11 +220,15 @@ class PlainReduction {
   const Options* OptionsFor(PyObject* op) {
     size_t at = 0;
     if (op != Py_None) {
-      const long number = PyLong_CheckExact(op) ? PyLong_AsLong(op) : -1;
+      int overflow = 0;
+      const long number = PyLong_CheckExact(op) ? PyLong_AsLongAndOverflow(op, &overflow) : -1;
       if (number < 0 || number >= static_cast<long>(by_op_.size()) - 1) return nullptr;
       at = static_cast<size_t>(number) + 1;
     }
-    if (!by_op_[at]) by_op_[at] = options_(kind_, py::handle(op), 0);
+    if (!by_op_[at]) {
+      py::object made = options_(kind_, py::handle(op), 0);
+      if (!by_op_[at]) by_op_[at] = std::move(made);  // or another thread did, which uses them
+    }
     return &SelfOf<Options>(by_op_[at].ptr());
   }
 

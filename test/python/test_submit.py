@@ -20,6 +20,15 @@ def alone(body):
     run_threads(1, lambda _rank: body())
 
 
+@pytest.mark.parametrize("op", [-1, 77, 2**70, -(2**70)])
+def test_what_is_no_op_is_named(op):
+    def body():
+        with pytest.raises(ValueError, match="op must be"):
+            fl.allreduce_async_(torch.ones(1), op=op)
+
+    alone(body)
+
+
 @pytest.mark.parametrize(
     "by_position, by_name",
     [

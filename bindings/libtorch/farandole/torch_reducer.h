@@ -128,7 +128,10 @@ class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
       failure = std::current_exception();
     }
     for (std::size_t i = 0; i < slots_.size(); ++i) take_back(i, failure == nullptr);
-    if (failure) std::rethrow_exception(failure);
+    if (!failure) return;
+    // Another rank may still write there: no other tensor gets it, and later gradients are copied.
+    if (memory_ != nullptr) GradientAllocator::instance().withdraw(memory_.get());
+    std::rethrow_exception(failure);
   }
 
   /// The reduced gradients were used.

@@ -576,8 +576,10 @@ class GradientReducer:
     def _settle(self) -> None:
         """Waits for the end of a round that nobody waited for; its outcome was told before."""
         if self.gradients.is_pending:
-            with contextlib.suppress(HorovodInternalError, ValueError):
+            try:
                 self.gradients.wait()
+            except (HorovodInternalError, ValueError):
+                self._memory.clear()  # as after a failure that was waited for
             self.gradients.drop()
 
     def _hook(self, parameters: Iterable[torch.Tensor]) -> None:
