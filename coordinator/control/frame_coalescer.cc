@@ -61,6 +61,7 @@ Status FrameCoalescer::Flush() {
     counters_.Add(Counter::kControlBytesSent, static_cast<int64_t>(out.bytes.size()));
     Status sent = transport_.Send(to, out.bytes);
     out.bytes.clear();
+    if (sent.code() == Code::kUnavailable) return FailedOn(to, sent);
     if (!sent.ok()) return sent;
   }
   waiting_.clear();

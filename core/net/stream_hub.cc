@@ -844,7 +844,7 @@ Status StreamHub::Send(int to, FrameType type, ByteSpan payload) {
   const std::lock_guard lock(mutex_);
   const PeerState& peer = peers_[static_cast<size_t>(to)];
   if (peer.left) return Status();
-  if (!peer.lost.ok() && peer.out == 0) return Unavailable(RankText(to) + " is lost");
+  if (!peer.lost.ok() && peer.out == 0) return peer.lost;
   if (peer.out != 0) {
     Connection& connection = *connections_.at(peer.out);
     const bool waits = !connection.out.empty();

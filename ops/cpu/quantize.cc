@@ -69,6 +69,7 @@ void ForEachTile(Byte* quantized, int64_t count, const Work& work) {
 bool IsQuantized(const Batch& batch) {
   return batch.kind == OpKind::kAllreduce && batch.wire_format == WireFormat::kInt8 &&
          batch.dtype == DType::kFloat32 && batch.device == DeviceKind::kCpu &&
+         batch.ranks.size() <= kMostQuantizingRanks &&
          (batch.op == ReduceOp::kSum || batch.op == ReduceOp::kAverage);
 }
 

@@ -21,6 +21,9 @@
 
 namespace farandole {
 
+/// Of more ranks, a block for each would not fit into staging (docs/decisions.md).
+inline constexpr size_t kMostQuantizingRanks = 4096;
+
 /// Whether a plane between processes runs `batch` so, unless it is small. Result contract:
 /// contributions c_k, scaled by `prescale`, and their sum s are quantized (CpuKernels::Quantize) in
 /// blocks that begin with each message; the result is q(s) * (postscale / ranks.size()) of an

@@ -49,8 +49,9 @@ StagingSize StagingFor(int members) {
   // The largest shard is that of member 0 in an allreduce. Those of a broadcast are longer, having
   // one owner less, but are received in slot.result.
   // A quantized shard that is not empty has a block.
-  const int64_t inbox =
-      std::max(DivideUp(chunk, members * align), DivideUp(QuantizedBytes(kQuantizedBlock), align));
+  const bool quantizes = static_cast<size_t>(members) <= kMostQuantizingRanks;
+  const int64_t least = quantizes ? DivideUp(QuantizedBytes(kQuantizedBlock), align) : 0;
+  const int64_t inbox = std::max(DivideUp(chunk, members * align), least);
   return {chunk, inbox * align, chunk / members / align * align};
 }
 

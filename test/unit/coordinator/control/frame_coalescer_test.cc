@@ -77,6 +77,16 @@ TEST(FrameCoalescer, NamesTheLostRankAndNotTheOneThatReportsIt) {
   EXPECT_EQ(told.facts().ranks, std::vector<int32_t>{2});
 }
 
+TEST(FrameCoalescer, NamesTheLostRankToWhichItCannotSend) {
+  InProcessHub hub(3);
+  const std::unique_ptr<Transport> transport = hub.Create(0, nullptr);
+  Counters counters;
+  FrameCoalescer coalescer(*transport, counters);
+  hub.Disconnect(2, Unavailable("the connection broke"));
+  ASSERT_TRUE(coalescer.Add(2, DownMessage()).ok());
+  EXPECT_EQ(coalescer.Flush().facts().ranks, std::vector<int32_t>{2});
+}
+
 TEST(FrameCoalescer, SendsAFinalErrorByFewMessages) {
   InProcessHub hub(1000);
   Counters counters;
