@@ -100,8 +100,8 @@ class StreamHub final : public DataStreams {
   void Report(ByteSpan abort);
   /// The first such error that has come, which is an event as well; empty: none.
   std::vector<std::byte> Reported();
-  /// Dropped without an error if `to` has said goodbye. @return If it is lost and out of reach, why:
-  /// Unavailable, as the event says; InvalidArgument if the frame is too long.
+  /// Dropped without an error if `to` has said goodbye. @return Unavailable with what the event
+  /// says if it is lost and out of reach; InvalidArgument if the frame is too long.
   Status Send(int to, FrameType type, ByteSpan payload);
   /// On a stream of the role kJoin, at either end. `last`: it ends when this has been sent.
   void SendOnJoin(uint64_t connection, FrameType type, ByteSpan payload, bool last);
