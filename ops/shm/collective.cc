@@ -12,6 +12,7 @@ constexpr int64_t kSliceAlign = 64;
 // Three times in each chunk a member waits for its peers, and each time reads their flags, or is
 // woken: a medium batch is divided only where few members leave each a shard that takes longer.
 constexpr int64_t kLeastShardBytes = 32 * 1024;
+constexpr int64_t kMediumChunks = 2;
 
 }  // namespace
 
@@ -68,11 +69,10 @@ Progress SharedMemoryCollective::Advance() {
 }
 
 int64_t SharedMemoryCollective::PrepareWholeSlots() {
-  const SlotLayout& layout = slots_->layout();
-  const int64_t row = layout.slots * kSliceAlign;
+  const int64_t row = kMediumChunks * kSliceAlign;
   const int64_t spread = (batch_->count * wire_bytes_ + row - 1) / row * kSliceAlign;
   const int64_t least = members() * kLeastShardBytes;
-  chunk_elements_ = std::min(std::max(spread, least), layout.slot_bytes) / wire_bytes_;
+  chunk_elements_ = std::min(std::max(spread, least), slots_->layout().slot_bytes) / wire_bytes_;
   step_bytes_ = std::min(batch_->count, chunk_elements_) * wire_bytes_;
   return (batch_->count + chunk_elements_ - 1) / chunk_elements_;
 }

@@ -66,7 +66,7 @@ class SharedMemoryCollective : public CpuCollective {
   virtual bool AdvanceStage() = 0;
 
   // Fixed-size collectives, whose batches are chunks of chunk_elements_ end to end: of a slot, or
-  // shorter ones, so that all slots are used.
+  // shorter ones, so that there are two.
   int64_t PrepareWholeSlots();
   int64_t ChunkCount(uint64_t chunk) const;
 
