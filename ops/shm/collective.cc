@@ -116,7 +116,6 @@ std::span<const void* const> SharedMemoryCollective::Sources(uint64_t chunk, int
 /// Only chunks that follow one another in a batch are comparable: the first of a batch includes the
 /// wait for peers, the last one may be short.
 void SharedMemoryCollective::TimeChunk() {
-  if (chunk_elements_ * wire_bytes_ < slots_->layout().slot_bytes) return;
   const int64_t now_ns = set().clock.NowNs();
   if (chunk_ended_ns_ != 0 && consumed_ < end_) chooser().OnChunk(now_ns - chunk_ended_ns_);
   chunk_ended_ns_ = now_ns;

@@ -69,6 +69,10 @@ class SharedMemoryCollective : public CpuCollective {
   // shorter ones, so that there are two.
   int64_t PrepareWholeSlots();
   int64_t ChunkCount(uint64_t chunk) const;
+  /// Whether its chunks can be timed: shorter ones cannot be compared with those of other batches.
+  bool HasWholeSlots() const {
+    return chunk_elements_ * wire_bytes_ >= slots_->layout().slot_bytes;
+  }
 
   SharedMemorySet& set() const { return static_cast<SharedMemorySet&>(*set_); }
   bool SlotIsFree();
@@ -81,7 +85,7 @@ class SharedMemoryCollective : public CpuCollective {
   /// Present members' slots of `chunk`, from element `offset` on. With `own`, this member's
   /// contribution is read from there.
   std::span<const void* const> Sources(uint64_t chunk, int64_t offset, const std::byte* own);
-  /// Member 0, after each chunk it consumed: measures those of a whole slot for the chooser.
+  /// Member 0, after each chunk of a whole slot that it consumed: measures it for the chooser.
   void TimeChunk();
 
   SharedSlots* slots_ = nullptr;

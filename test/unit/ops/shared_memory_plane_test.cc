@@ -312,6 +312,37 @@ TEST_F(SharedMemoryPlaneTest, BroadcastsPastTheCacheWhereThatIsFaster) {
   }
 }
 
+TEST_F(SharedMemoryPlaneTest, GathersPastTheCacheWhereThatIsFaster) {
+  constexpr int64_t kEach = 10 * kCount;
+  const MeasuredKernels kernels;
+  const std::vector<int64_t> splits(2, kEach);
+  std::vector<std::unique_ptr<SharedMemorySet>> sets;
+  std::vector<PlaneOperation*> gathers;
+  CpuCollective::Pool pool;
+  Batch batches[] = {BatchOf(0), BatchOf(1)};
+  const std::vector<float> in[] = {std::vector<float>(kEach, 1), std::vector<float>(kEach, 2)};
+  std::vector<float> out[] = {std::vector<float>(2 * kEach), std::vector<float>(2 * kEach)};
+  const uint32_t set = ++next_set_;
+  for (int rank : {0, 1}) {
+    sets.push_back(std::make_unique<SharedMemorySet>(set, members_, rank, kernels, nullptr, *hub_,
+                                                     kernels.clock));
+    ASSERT_TRUE(sets.back()->Join().ok());
+    segment_[rank] = {in[rank].data(), out[rank].data(), 2 * kEach};
+    batches[rank] = BatchOf(rank);
+    batches[rank].kind = OpKind::kAllgather;
+    batches[rank].splits = splits;
+  }
+  for (int rank : {0, 1}) {
+    gathers.push_back(pool.Take(MakeSharedMemoryAllgather));
+    static_cast<CpuCollective*>(gathers.back())
+        ->Enqueue(batches[rank], *sets[static_cast<size_t>(rank)], pool);
+  }
+  Finish(gathers[0], gathers[1]);
+  EXPECT_EQ(sets[0]->slots->store_policy(), StorePolicy::kStreamed);
+  EXPECT_EQ(out[0][2 * kEach - 1], 2.0f);
+  EXPECT_EQ(out[1], out[0]);
+}
+
 TEST_F(SharedMemoryPlaneTest, RefusesABadBatchAndAnUnknownSet) {
   Batch batch = BatchOf(0);
   batch.prescale = std::numeric_limits<double>::infinity();
