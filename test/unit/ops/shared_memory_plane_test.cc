@@ -69,7 +69,9 @@ class SharedMemoryPlaneTest : public ::testing::Test {
     }
     CpuCollective::Pool pool;
     CpuCollective* const started[] = {pool.Take(make), pool.Take(make)};
-    for (size_t rank : {0, 1}) started[rank]->Enqueue(batches[rank], *sets[rank], pool);
+    for (size_t rank = 0; rank < 2; ++rank) {
+      started[rank]->Enqueue(batches[rank], *sets[rank], pool);
+    }
     Finish(started[0], started[1]);
     return sets[0]->slots->store_policy();
   }
