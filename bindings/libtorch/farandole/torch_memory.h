@@ -52,26 +52,20 @@ class GradientAllocator final : public c10::Allocator {
     return *made;
   }
 
-  /// The sizes of the blocks for gradients of these sizes.
-  static std::vector<std::size_t> blocks_for(std::vector<std::size_t> sizes) {
-    const std::set<std::size_t> distinct(sizes.begin(), sizes.end());
-    sizes.insert(sizes.end(), distinct.begin(), distinct.upper_bound(kLargestSpare));
-    return sizes;
-  }
-
-  /// Bytes that blocks of these sizes take up.
-  static std::size_t bytes_of(const std::vector<std::size_t>& sizes) {
+  /// Bytes that the blocks for gradients of these sizes take up.
+  static std::size_t bytes_for(const std::vector<std::size_t>& sizes) {
     std::size_t bytes = 0;
-    for (const std::size_t size : sizes) bytes += spaced(size);
+    for (const std::size_t size : blocks_for(sizes)) bytes += spaced(size);
     return bytes;
   }
 
-  /// Offers blocks of these sizes, one after the other in `memory`, which is aligned and lives
-  /// until it was withdrawn and no tensor has a block of it.
+  /// Offers the blocks for gradients of these sizes, one after the other in `memory`, which is
+  /// aligned, has bytes_for(sizes), and lives until it was withdrawn and no tensor has a block of
+  /// it.
   void offer(const std::shared_ptr<void>& memory, const std::vector<std::size_t>& sizes) {
     const std::lock_guard<std::mutex> lock(mutex_);
     auto* next = static_cast<std::byte*>(memory.get());
-    for (const std::size_t size : sizes) {
+    for (const std::size_t size : blocks_for(sizes)) {
       if (size == 0) continue;
       blocks_.emplace(next, Block{size, memory, true});
       free_[size].push_back(next);
@@ -126,6 +120,12 @@ class GradientAllocator final : public c10::Allocator {
 
   explicit GradientAllocator(c10::Allocator* previous) : previous_(previous) {}
   const GradientAllocator& as_const() const { return *this; }
+  /// Their sizes: of each gradient, and one more of each that is small.
+  static std::vector<std::size_t> blocks_for(std::vector<std::size_t> sizes) {
+    const std::set<std::size_t> distinct(sizes.begin(), sizes.end());
+    sizes.insert(sizes.end(), distinct.begin(), distinct.upper_bound(kLargestSpare));
+    return sizes;
+  }
   static std::size_t spaced(std::size_t size) { return (size + kAlign - 1) / kAlign * kAlign; }
 
   /// nullptr: no such block is free. The one that was freed last, which may be in the cache.

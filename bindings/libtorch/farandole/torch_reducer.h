@@ -170,8 +170,7 @@ class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
   void offer_memory(Context& context) {
     std::vector<std::size_t> sizes;
     for (const Slot& slot : slots_) sizes.push_back(slot.parameter.nbytes());
-    sizes = GradientAllocator::blocks_for(std::move(sizes));
-    memory_ = context.buffer<std::byte>(GradientAllocator::bytes_of(sizes));
+    memory_ = context.buffer<std::byte>(GradientAllocator::bytes_for(sizes));
     GradientAllocator::instance().offer(std::shared_ptr<void>(memory_, memory_.get()), sizes);
   }
 

@@ -22,8 +22,6 @@ import torch
 
 from farandole import _core, config
 
-_ALIGN = 64  # GradientAllocator::kAlign
-_LARGEST_SPARE = 1 << 20  # bytes; GradientAllocator::kLargestSpare
 _SOURCE = """
 #include <c10/core/StorageImpl.h>
 #include <farandole/torch_memory.h>
@@ -31,6 +29,9 @@ _SOURCE = """
 using farandole::torch::detail::GradientAllocator;
 using Storage = c10::intrusive_ptr<c10::StorageImpl>;
 
+extern "C" std::size_t bytes_for(const std::size_t* sizes, std::size_t count) {
+  return GradientAllocator::bytes_for({sizes, sizes + count});
+}
 extern "C" void offer(void* storage, void* begin, const std::size_t* sizes, std::size_t count) {
   const auto held = std::make_shared<Storage>(Storage::reclaim_copy(static_cast<c10::StorageImpl*>(storage)));
   GradientAllocator::instance().offer(std::shared_ptr<void>(held, begin), {sizes, sizes + count});
@@ -50,16 +51,15 @@ class GradientMemory:
     """
 
     def __init__(self, context: _core.Context, sizes: Iterable[int]) -> None:
-        blocks = [size for size in sizes if size > 0]
-        blocks += sorted({size for size in blocks if size <= _LARGEST_SPARE})  # as blocks_for() has it
-        total = sum(-(-size // _ALIGN) * _ALIGN for size in blocks)
         self._begin = None
+        each = list(sizes)
+        array = (ctypes.c_size_t * len(each))(*each)
+        total = allocator().bytes_for(array, len(each))
         if total == 0:
             return
         memory = torch.frombuffer(context.allocate(total), dtype=torch.uint8)
         self._begin = memory.data_ptr()
-        array = (ctypes.c_size_t * len(blocks))(*blocks)
-        allocator().offer(memory.untyped_storage()._cdata, self._begin, array, len(blocks))
+        allocator().offer(memory.untyped_storage()._cdata, self._begin, array, len(each))
 
     def __del__(self) -> None:
         if self._begin is not None:
@@ -82,6 +82,8 @@ def allocator() -> ctypes.CDLL:
             f"against torch {torch.__version__}, and a folder to keep it in (~/.cache, or XDG_CACHE_HOME). That "
             f"failed: {said.strip()[-1000:]}. Without share_gradients gradients are copied"
         ) from None
+    library.bytes_for.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    library.bytes_for.restype = ctypes.c_size_t
     library.offer.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
     library.withdraw.argtypes = (ctypes.c_void_p,)
     library.offer.restype = library.withdraw.restype = None
