@@ -11,7 +11,7 @@ namespace {
 /// data leaves each rank.
 /// Source of scatter + allgather: Rabenseifner, "Optimization of collective reduction operations",
 /// ICCS 2004, doi:10.1007/978-3-540-24685-5_1.
-class P2pAllreduce final : public P2pSharded {
+class P2pAllreduce : public P2pSharded {
  protected:
   std::byte* ReceiveBuffer(const P2pSlot& slot, int from, Slice) const override {
     return Inbox(slot, from);
@@ -55,14 +55,9 @@ void P2pAllreduce::ReduceRun(P2pSlot& slot, Slice shard, int64_t at, const Run& 
 
 /// The same, quantized: ops/cpu/quantize.h. Shards begin with a block, so that the messages of a
 /// chunk lie end to end.
-class P2pQuantized final : public P2pSharded {
+class P2pQuantized final : public P2pAllreduce {
  protected:
-  std::byte* ReceiveBuffer(const P2pSlot& slot, int from, Slice) const override {
-    return Inbox(slot, from);
-  }
   void ReduceShard(P2pSlot& slot, int64_t count) override;
-  Slice DirectShard(int64_t count) const override { return MyShard(count); }
-  const std::byte* CompleteChunk(const P2pSlot& slot) const override { return slot.result; }
   int64_t BytesOf(int64_t count) const override { return QuantizedBytes(count); }
   void PackElements(SegmentCursor& cursor, std::byte* to, int64_t count) override {
     QuantizeRuns(kernels(), *batch_, cursor, to, count);
