@@ -28,13 +28,19 @@ BufferSource BuffersOf(const std::shared_ptr<SharedMemory>& memory, int rank, Te
   };
 }
 
-PlaneGroup MakeSharedMemory(int ranks, HeapMemory::Options options, Tensors tensors) {
-  PlaneGroup group;
+/// One for each of `count` ranks.
+std::vector<Doorbell*> AddBells(PlaneGroup& group, size_t count) {
   std::vector<Doorbell*> bells;
-  for (int rank = 0; rank < ranks; ++rank) {
+  for (size_t rank = 0; rank < count; ++rank) {
     group.bells.push_back(std::make_unique<FutexDoorbell>());
     bells.push_back(group.bells.back().get());
   }
+  return bells;
+}
+
+PlaneGroup MakeSharedMemory(int ranks, HeapMemory::Options options, Tensors tensors) {
+  PlaneGroup group;
+  const std::vector<Doorbell*> bells = AddBells(group, static_cast<size_t>(ranks));
   const auto hub = std::make_shared<HeapMemory>(bells, options);
   for (int rank = 0; rank < ranks; ++rank) {
     group.planes.push_back(std::make_unique<SharedMemoryPlane>(hub, rank, BestCpuKernels()));
@@ -95,11 +101,7 @@ class HubByFirstRank final : public SharedMemory {
 PlaneGroup MakeHierarchical(const std::vector<int>& hosts, int64_t shard_bytes) {
   PlaneGroup group;
   group.hosts = hosts;
-  std::vector<Doorbell*> bells;
-  for (size_t rank = 0; rank < hosts.size(); ++rank) {
-    group.bells.push_back(std::make_unique<FutexDoorbell>());
-    bells.push_back(group.bells.back().get());
-  }
+  const std::vector<Doorbell*> bells = AddBells(group, hosts.size());
   const auto local = std::make_shared<HubByFirstRank>(bells);
   const auto cross = std::make_shared<HubByFirstRank>(bells);
   const auto second = std::make_shared<HubByFirstRank>(bells);
@@ -119,11 +121,7 @@ PlaneGroup MakeHierarchical(const std::vector<int>& hosts, int64_t shard_bytes) 
 /// As processes have it: sockets of each pair of ranks, over the loopback interface.
 PlaneGroup MakeTcp(int ranks, const LoopbackOptions& options) {
   PlaneGroup group;
-  std::vector<Doorbell*> bells;
-  for (int rank = 0; rank < ranks; ++rank) {
-    group.bells.push_back(std::make_unique<FutexDoorbell>());
-    bells.push_back(group.bells.back().get());
-  }
+  const std::vector<Doorbell*> bells = AddBells(group, static_cast<size_t>(ranks));
   group.streams = MakeLoopbackStreams(bells, options);
   for (size_t rank = 0; rank < bells.size(); ++rank) {
     LinkOptions link;
@@ -138,11 +136,7 @@ PlaneGroup MakeTcp(int ranks, const LoopbackOptions& options) {
 PlaneGroup MakeHierarchicalOverTcp(const std::vector<int>& hosts, int64_t shard_bytes) {
   PlaneGroup group;
   group.hosts = hosts;
-  std::vector<Doorbell*> bells;
-  for (size_t rank = 0; rank < hosts.size(); ++rank) {
-    group.bells.push_back(std::make_unique<FutexDoorbell>());
-    bells.push_back(group.bells.back().get());
-  }
+  const std::vector<Doorbell*> bells = AddBells(group, hosts.size());
   group.streams = MakeLoopbackStreams(bells);
   const auto local = std::make_shared<HubByFirstRank>(bells);
   for (size_t rank = 0; rank < hosts.size(); ++rank) {

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import farandole.torch as fl
+from models import batch, loss_of, scrambled
 from ranks import run_threads
 
 
@@ -42,6 +43,26 @@ class Job:
         """A distributed SGD over parameters named p0, p1, ..."""
         named = [(f"p{i}", p) for i, p in enumerate(parameters)]
         return self.wrap(torch.optim.SGD(parameters, lr=lr), named, **arguments)
+
+    def train(self, make: Callable[..., Any], model: Any, sets_to_none: Callable[[int], bool], **arguments: Any) -> Any:
+        """The weights on every rank after four steps of an optimizer that ``make`` gives, from a copy of ``model``.
+
+        Args:
+            sets_to_none: By the number of the step.
+            arguments: Of DistributedOptimizer.
+        """
+
+        def body(rank: int) -> list[torch.Tensor]:
+            mine = scrambled(model, rank)
+            fl.broadcast_parameters(mine.state_dict())
+            optimizer = self.wrap(make(list(mine.parameters())), mine.named_parameters(), **arguments)
+            for step in range(4):
+                optimizer.zero_grad(set_to_none=sets_to_none(step))
+                loss_of(mine, batch(rank, step)).backward()
+                optimizer.step()
+            return [p.detach().clone() for p in mine.parameters()]
+
+        return self.run(body)
 
     def finish(self, optimizer: Any) -> None:
         """Makes gradients final where backward() does not."""

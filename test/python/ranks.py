@@ -42,6 +42,22 @@ def run_threads(size: int, body: Callable[[int], Any], timeout_s: float = 60) ->
     return farandole.in_process(size, timeout_s).run(lambda: body(farandole.rank()))
 
 
+def count_events(function: Callable[[], Any], counts: Callable[[Any, str], bool]) -> int:
+    """For how many of Python's profiling events on this thread, while ``function`` runs, ``counts(frame, event)``."""
+    count = 0
+
+    def on_event(frame: Any, event: str, _detail: Any) -> None:
+        nonlocal count
+        count += counts(frame, event)
+
+    sys.setprofile(on_event)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
 def descendants(pid: int) -> set[int]:
     """And the process itself."""
     lists = pathlib.Path(f"/proc/{pid}/task").glob("*/children")  # each thread's own

@@ -5,7 +5,6 @@ The rows of the 16-bit wires are left out: there NCCL rounds otherwise than plan
 
 import gc
 import pathlib
-import sys
 import time
 import types
 import weakref
@@ -32,7 +31,7 @@ from farandole.torch import _compat
 from farandole.torch import _library as torch_library
 from jobs import Job
 from models import parameter
-from ranks import run_threads
+from ranks import count_events, run_threads
 
 pytestmark = [
     needs_fake_gpu,
@@ -173,19 +172,12 @@ def calls_into_the_package(function):
     """
     readers = {torch_library.__file__, _compat.__file__}
     package = pathlib.Path(torch_library.__file__).parent
-    count = 0
 
-    def on_event(frame, event, _detail):
-        nonlocal count
+    def is_one(frame, event):
         file = frame.f_code.co_filename
-        count += event == "call" and file not in readers and pathlib.Path(file).is_relative_to(package)
+        return event == "call" and file not in readers and pathlib.Path(file).is_relative_to(package)
 
-    sys.setprofile(on_event)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return count
+    return count_events(function, is_one)
 
 
 def test_no_python_runs_for_each_gradient_of_a_pass(gpus):

@@ -1,7 +1,6 @@
 """What a wrapped optimizer costs per parameter: Python calls, memory, waits for the device."""
 
 import gc
-import sys
 import weakref
 
 import pytest
@@ -11,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import farandole.torch as fl
 from jobs import Job, on_all_at_backward, on_several
 from models import parameter, wrapped
-from ranks import run_threads
+from ranks import count_events, run_threads
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:optimizer.step.. called without"),
@@ -31,18 +30,7 @@ class Still(torch.optim.Optimizer):
 
 def calls(function):
     """How many functions, of Python and of C, ``function`` calls on this thread."""
-    count = 0
-
-    def on_event(_frame, event, _detail):
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(on_event)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return count
+    return count_events(function, lambda _frame, event: event in ("call", "c_call"))
 
 
 def costs(parameter_count):

@@ -9,7 +9,7 @@ from torch import nn
 import farandole
 import farandole.torch as fl
 from jobs import on_several
-from models import OPTIMIZERS, Branched, batch, loss_of, parameter, scrambled, train_alone
+from models import OPTIMIZERS, Branched, parameter, train_alone
 from ranks import run_mpi, run_threads
 
 pytestmark = [
@@ -39,19 +39,7 @@ def test_training_gives_the_weights_of_one_process(job, name, set_to_none):
     make, model = OPTIMIZERS[name], Branched()
     _, expected = train_alone(copy.deepcopy(model), make, job.size, steps=4)
 
-    def body(rank):
-        mine = scrambled(model, rank)
-        fl.broadcast_parameters(mine.state_dict())
-        optimizer = job.wrap(
-            make(list(mine.parameters())), mine.named_parameters(), gradient_as_bucket_view=True
-        )
-        for step in range(4):
-            optimizer.zero_grad(set_to_none=set_to_none)
-            loss_of(mine, batch(rank, step)).backward()
-            optimizer.step()
-        return [p.detach().clone() for p in mine.parameters()]
-
-    for weights in job.run(body):
+    for weights in job.train(make, model, lambda _step: set_to_none, gradient_as_bucket_view=True):
         torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-12)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 import farandole.torch as fl
 from farandole.torch import _gradient_memory
 from jobs import on_several
-from models import OPTIMIZERS, Branched, batch, loss_of, scrambled, train_alone
+from models import OPTIMIZERS, Branched, train_alone
 from ranks import run_mpi, run_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:optimizer.step.. called without")
@@ -29,17 +29,7 @@ def test_training_gives_the_weights_of_one_process(job, name):
     make, model = OPTIMIZERS[name], Branched()
     _, expected = train_alone(copy.deepcopy(model), make, job.size, steps=4)
 
-    def body(rank):
-        mine = scrambled(model, rank)
-        fl.broadcast_parameters(mine.state_dict())
-        optimizer = job.wrap(make(list(mine.parameters())), mine.named_parameters(), share_gradients=True)
-        for step in range(4):
-            optimizer.zero_grad(set_to_none=step != 2)
-            loss_of(mine, batch(rank, step)).backward()
-            optimizer.step()
-        return [p.detach().clone() for p in mine.parameters()]
-
-    for weights in job.run(body):
+    for weights in job.train(make, model, lambda step: step != 2, share_gradients=True):
         torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-12)
 
 
