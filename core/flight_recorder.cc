@@ -293,8 +293,9 @@ FlightRecorder::FlightRecorder(Options options, int file)
   const bool writes = !options.folder.empty();
   shared_->options = std::move(options);
   if (!writes) return;
+  const uint32_t seen = signals.load();  // a later one counts, also before the thread runs
   UseSignal();
-  thread_ = std::thread([shared = shared_] { Write(shared); });
+  thread_ = std::thread([shared = shared_, seen] { Write(shared, seen); });
   (void)pthread_setname_np(thread_.native_handle(), "farandole-files");  // for top and gdb
 }
 
@@ -369,11 +370,10 @@ void FlightRecorder::FinishDumps() {
 }
 
 // The thread's. A signal may come at any time, also while a file is written.
-void FlightRecorder::Write(const std::shared_ptr<Shared>& shared) {
+void FlightRecorder::Write(const std::shared_ptr<Shared>& shared, uint32_t seen_signals) {
   sigset_t all;  // none is for this thread: a file that is too long is an error, and no SIGXFSZ
   sigfillset(&all);
   (void)pthread_sigmask(SIG_BLOCK, &all, nullptr);
-  uint32_t seen_signals = signals.load();
   for (;;) {
     const uint32_t seen = news.load();
     std::unique_lock lock(shared->mutex);

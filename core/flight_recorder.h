@@ -112,7 +112,7 @@ class FlightRecorder {
   struct Shared;
 
   FlightRecorder(Options options, int file);
-  static void Write(const std::shared_ptr<Shared>& shared);
+  static void Write(const std::shared_ptr<Shared>& shared, uint32_t seen_signals);
 
   FlightRing::Word* Find(uint64_t number);
 

@@ -77,6 +77,15 @@ def files(folder):
     return {one["rank"]: one for one in said}
 
 
+def wait_for_files(folder, ranks):
+    """Until there are files of exactly these ranks; what they say."""
+    end_s = time.monotonic() + 30
+    while set(said := files(folder)) != set(ranks):
+        assert time.monotonic() < end_s, [(rank, one["reason"], one["written_by"]) for rank, one in said.items()]
+        time.sleep(0.02)
+    return said
+
+
 def explained(folder, capsys):
     assert main(["explain", str(folder)]) == 0
     return capsys.readouterr().out
@@ -91,7 +100,7 @@ fl.allreduce(np.ones(4, np.float32), name="y")
     with Job(tmp_path, script) as job:
         job.wait()
         pid = job.ranks[1].pid
-    said = wait_for(lambda: len(files(tmp_path)) == RANKS and files(tmp_path))
+    said = wait_for_files(tmp_path, range(RANKS))
     assert said[0]["error"]["ranks"] == said[2]["error"]["ranks"] == [1]
     assert said[0]["error"]["last"] == 'allreduce "x"'
     assert said[1]["error"] is None and said[1]["written_by"] == 0 and said[1]["pid"] == pid
@@ -110,7 +119,7 @@ def test_sigusr1_writes_a_file_and_the_rank_goes_on(tmp_path, capsys):
         assert not files(tmp_path)
         for rank in (0, 2):
             job.ranks[rank].send_signal(signal.SIGUSR1)
-        said = wait_for(lambda: len(files(tmp_path)) == 2 and files(tmp_path))
+        said = wait_for_files(tmp_path, (0, 2))
         assert {one["reason"] for one in said.values()} == {"SIGUSR1"}
         text = explained(tmp_path, capsys)
         assert "No rank has ended by an error" in text and "There is no file of rank 1." in text
@@ -141,7 +150,7 @@ def test_a_stall_is_explained_while_it_lasts(tmp_path, capsys):
         wait_for(lambda: 0 in files(tmp_path))
         for rank in job.ranks[1:]:
             rank.send_signal(signal.SIGUSR1)
-        said = wait_for(lambda: len(files(tmp_path)) == RANKS and files(tmp_path))
+        said = wait_for_files(tmp_path, range(RANKS))
         assert said[0]["reason"] == "stall"
         assert 'Ranks 0 and 1 have waited for rank 2 in allreduce "y" (call 2) since ' in explained(tmp_path, capsys)
 
@@ -153,7 +162,7 @@ fl.allreduce(np.ones(4), name="validation" if fl.rank() == 1 else "train")
 """
     with Job(tmp_path, script, FARANDOLE_STALL_WARNING_S="0.5", FARANDOLE_STALL_SHUTDOWN_S="1") as job:
         job.wait()
-    wait_for(lambda: len(files(tmp_path)) == RANKS)
+    wait_for_files(tmp_path, range(RANKS))
     text = explained(tmp_path, capsys)
     assert 'differs at call 3: rank 0 submitted allreduce "train" and rank 1 allreduce "validation"' in text
     assert 'Rank 1 has waited for ranks 0 and 2 in allreduce "validation"' in text

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <sstream>
@@ -168,6 +169,20 @@ TEST_F(FlightRecorderTest, WritesAFileWhenAsked) {
   EXPECT_NE(text.str().find(R"("name": "a \"quoted\" name")"), std::string::npos) << text.str();
   EXPECT_NE(text.str().find(R"("kind": "killed", "number": 9)"), std::string::npos) << text.str();
   std::filesystem::remove_all(folder);
+}
+
+TEST_F(FlightRecorderTest, WritesAFileAtASignalThatComesAsSoonAsItIsThere) {
+  const std::filesystem::path folder = std::filesystem::path(testing::TempDir()) / "flight_signal";
+  std::filesystem::remove_all(folder);
+  std::filesystem::create_directories(folder);
+  for (int round = 0; round < 200; ++round) {
+    recorder_ = Recorder(folder.string());
+    ASSERT_EQ(raise(SIGUSR1), 0);
+    const std::filesystem::path path = folder / "farandole-test-rank2.json";
+    for (int i = 0; i < 500 && !std::filesystem::exists(path); ++i) usleep(10000);
+    ASSERT_TRUE(std::filesystem::remove(path)) << "round " << round;
+    recorder_.reset();
+  }
 }
 
 TEST_F(FlightRecorderTest, HasMemoryOfItsOwnWithoutSharedMemory) {
