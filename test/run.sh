@@ -80,14 +80,14 @@ pytest_with() {
 }
 
 # Jobs that fail, stop or wait, which is most of their time: beside the other Python tests.
-waiting_tests=(test/python/test_{clean_ends,divergence,faults,flight_recorder,hosts,liveness,torch_distributed}.py)
+waiting_tests=test/python/failures
 
 run_pytest() {
-  pytest_with pytest "$python" test/python "${waiting_tests[@]/#/--ignore=}"
+  pytest_with pytest "$python" test/python --ignore="$waiting_tests"
 }
 
 run_pytest_waiting() {
-  pytest_with pytest-waiting "$python" "${waiting_tests[@]}"
+  pytest_with pytest-waiting "$python" "$waiting_tests"
 }
 
 run_pytest_lint() {
@@ -108,7 +108,7 @@ run_pytest_ray() {
   local prefix=$FARANDOLE_VENV/ray
   [[ -x $prefix/bin/ray ]] ||
     quietly "$python" -m pip install --disable-pip-version-check --prefix "$prefix" "$ray_package" || return
-  PYTHONPATH=$(echo "$prefix"/lib/python*/site-packages) pytest_with pytest-ray "$python" test/python/test_ray.py
+  PYTHONPATH=$(echo "$prefix"/lib/python*/site-packages) pytest_with pytest-ray "$python" test/python/launch/test_ray.py
 }
 
 # With libraries that are built on torch.distributed, where no other test sees them. DeepSpeed, whose first use
@@ -118,7 +118,7 @@ run_pytest_libraries() {
   [[ -x $prefix/bin/fabric ]] || # which Lightning brings
     quietly "$python" -m pip install --disable-pip-version-check --prefix "$prefix" "${library_packages[@]}" || return
   PYTHONPATH=$(echo "$prefix"/lib/python*/site-packages) pytest_with pytest-libraries "$python" \
-    test/python/test_torch_libraries.py
+    test/python/collectives/test_torch_libraries.py
 }
 
 # What uses torch once more, as if it had no C functions of DLPack: so are torch 2.1 to 2.9. Of the jobs
@@ -128,7 +128,7 @@ run_pytest_libraries() {
 run_pytest_older_torch() {
   PYTHONPATH=$repository/test/site FARANDOLE_TEST_OLDER_TORCH=1 \
     pytest_with pytest-older-torch "$python" "${torch_tests[@]}" \
-    --ignore=test/python/test_{example_recipes,init_tcp,log,names,stalls,timeline}.py
+    --ignore-glob=*/test_{example_recipes,init_tcp,log,names,stalls,timeline}.py
 }
 
 # Programs outside the tree against what gets installed: C++, C, libtorch; and the reference.
@@ -174,7 +174,7 @@ run_pytest_asan() {
   runtime=$(clang -print-file-name="libclang_rt.asan-$(uname -m).so")
   LD_PRELOAD=$runtime ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=$dir/python \
     pytest_with pytest-asan "$python" -m "not mpi" \
-    test/python/test_{gradient_memory,numpy,thread_safety}.py
+    test/python/{optimizer/test_gradient_memory,collectives/test_numpy,collectives/test_thread_safety}.py
 }
 
 sanitizer_lanes() {

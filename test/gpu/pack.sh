@@ -64,7 +64,7 @@ pack_python() {
   cp -r "$("$python" -c 'import importlib.util as u; print(u.find_spec("tvm_ffi").submodule_search_locations[0])')/include/dlpack" \
     "$kit/core/"
   cp test/gpu/*.py "$kit/test/gpu/"
-  cp test/python/[!t]*.py "$kit/test/python/"  # what those tests stand on
+  cp test/python/{[!t]*,collectives/test_sync_batch_norm}.py "$kit/test/python/"  # what those tests stand on
   cp test/gpu/run.sh "$kit/"
   cp test/data/resnet50_backward.csv "$kit/data/"
   find "$kit" -name __pycache__ -type d -prune -exec rm -rf {} +

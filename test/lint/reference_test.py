@@ -27,7 +27,7 @@ def test_the_tests_that_reliability_names_are_there():
     root = PAGE.parents[1]
     text = (root / "docs" / "reliability.md").read_text()
     python, compiled = (set(re.findall(pattern, text)) for pattern in (r"`(test_\w+)::(\w+)`", r"`([A-Z]\w+)\.(\w+)`"))
-    files = {file.stem: file.read_text() for file in (root / "test" / "python").glob("test_*.py")}
+    files = {file.stem: file.read_text() for file in (root / "test" / "python").rglob("test_*.py")}
     sources = "".join(file.read_text() for file in (root / "test").rglob("*_test.cc"))
     assert len(python) > 30 and len(compiled) > 5
     assert [one for one in python if f"def {one[1]}(" not in files.get(one[0], "")] == []

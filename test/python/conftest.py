@@ -2,12 +2,17 @@
 
 import os
 import pathlib
+import sys
 
 import pytest
 
+_THIS_DIR = pathlib.Path(__file__).resolve().parent
+#: Of tests, which import what others define, here and in the processes that they start.
+_FOLDERS = sorted(str(path) for path in _THIS_DIR.iterdir() if path.is_dir() and not path.name.startswith("_"))
+sys.path += _FOLDERS
 # For processes that tests start: see sitecustomize.py there. What test/consumer runs imports torch as it is.
-_SITE = str(pathlib.Path(__file__).resolve().parent.parent / "site")
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_SITE, os.environ.get("PYTHONPATH")]))
+_SITE = str(_THIS_DIR.parent / "site")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_SITE, *_FOLDERS, os.environ.get("PYTHONPATH")]))
 os.environ["FARANDOLE_TEST_QUICK_TORCH"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -1,12 +1,13 @@
 """One fault of each kind, injected as test/fault/inject.py does it by the thousand: who hears what, what is left."""
 
-import pathlib
 import random
 import sys
 
 import pytest
 
-sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "fault"))
+from ranks import REPOSITORY
+
+sys.path.append(str(REPOSITORY / "test" / "fault"))
 
 import inject
 
