@@ -11,14 +11,16 @@ Optimization", NeurIPS 2019, arXiv:1905.13727.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from farandole import _core, ops
 from farandole.basics import Context
-from farandole.torch import _library
+from farandole.torch import _codecs, _library
 from farandole.torch._parameters import Settings
+from farandole.torch.compression import PowerSGD
 
 
 def suits(parameter: torch.Tensor, rank: int) -> bool:
@@ -56,6 +58,10 @@ class LowRank:
         self._matrix: torch.Tensor | None = None  # what this rank contributes to the round
         self._p: torch.Tensor
 
+    def fits(self, slot: _core.GradientSlot, device: torch.device) -> bool:
+        """Whether it is still the codec of the slot, whose parameter may have changed."""
+        return (self._shape, self._dtype, self._device) == (slot.parameter.shape, slot.dtype, device)
+
     def begin(self) -> None:
         """A round begins: what an earlier one sent, which failed, is no part of it."""
         self._matrix = None
@@ -87,18 +93,43 @@ class LowRank:
     def finish(self, q: torch.Tensor) -> torch.Tensor:
         """The result, of the averaged Q; one that is not finite leaves nothing behind.
 
-        A column of zeros would stay so as long as the gradient's first rows are zero: it begins anew.
+        A column of zeros would stay so as long as the gradient's first rows are zero: it begins anew. The host does
+        not wait for the device to tell.
         """
         with torch.autocast(self._device.type, enabled=False):
             result = (self._p @ q.T).to(self._dtype)
-        if not torch.isfinite(q).all():
-            self._q, self._left = self._first_q, None
-        else:
-            self._q = torch.where(q.any(dim=0), q, self._first_q)
-            if self._matrix is not None:
-                self._left = self._matrix - result
+        is_finite = torch.isfinite(q).all()
+        self._q = torch.where(is_finite & q.any(dim=0), q, self._first_q)
+        if self._matrix is not None:
+            self._left = self._matrix - result
+        if self._left is not None:
+            self._left.masked_fill_(~is_finite, 0)
         self._matrix = None
         return result.reshape(self._shape)
+
+
+def codec_for(
+    slot: _core.GradientSlot, compression: Any, name: str, device: torch.device
+) -> LowRank | _codecs.Compressed | None:
+    """How the slot's gradients travel; None: as they are.
+
+    Args:
+        slot: As it looks now. If its codec still fits, it is kept, with what it has learned.
+        compression: Of the optimizer.
+        name: The same on all ranks.
+        device: Where gradients travel.
+    """
+    if not isinstance(compression, PowerSGD):
+        return None if compression is None else _codecs.Compressed(slot, compression, device)
+    if not suits(slot.parameter, compression.rank):
+        return None
+    known = slot.codec
+    return known if known is not None and known.fits(slot, device) else LowRank(slot, compression.rank, name, device)
+
+
+def low_rank_of(gradients: Iterable[_core.GradientSlot]) -> dict[int, _core.GradientSlot]:
+    """The slots with such a codec, by number."""
+    return {i: slot for i, slot in enumerate(gradients) if isinstance(slot.codec, LowRank)}
 
 
 class LowRankExchange:
@@ -107,16 +138,15 @@ class LowRankExchange:
     Args:
         rank: The context.
         prefix: Of the names; distinct per exchange.
-        gradients: Of a round that was received.
+        slots: Those with such a codec whose gradients the round has.
         settings: Of the rounds.
     """
 
-    def __init__(self, rank: Context, prefix: str, gradients: _core.Gradients, settings: Settings) -> None:
+    def __init__(self, rank: Context, prefix: str, slots: Sequence[_core.GradientSlot], settings: Settings) -> None:
         self._core = rank.core
         self._name = prefix + "low rank"
         self._how = settings.plain(ops.ALLREDUCE, ops.Average)
-        slots = [slot for i, slot in enumerate(gradients) if not gradients.skipped(i)]
-        self._slots = [slot for slot in slots if isinstance(slot.codec, LowRank)]
+        self._slots = slots
 
     def stages(self) -> Iterator[None]:
         """Yields when all Q have been started."""

@@ -32,10 +32,9 @@ from farandole.exceptions import HorovodInternalError, MismatchError
 from farandole.torch import _codecs, _compat, _library
 from farandole.torch._backward_end import OutermostBackward, at_the_end, current_task, is_compiled
 from farandole.torch._gradient_memory import GradientMemory
-from farandole.torch._low_rank import LowRank, LowRankExchange, suits
+from farandole.torch._low_rank import LowRankExchange, codec_for, low_rank_of
 from farandole.torch._parameters import GradientHooks, Settings, is_live, label
 from farandole.torch._sparse import SparseExchange
-from farandole.torch.compression import PowerSGD
 
 _ALIGN = 64  # bytes, of a cache line
 _INTERRUPTED = "the wait for the other ranks was interrupted"
@@ -79,6 +78,7 @@ class GradientReducer:
         )  # fmt: skip
         self.number = self.gradients.number
         self.prefix = f"gradients.{self.number}."
+        self._low_rank: dict[int, _core.GradientSlot] = {}  # those that travel as two matrices
         self._flats: dict[str, torch.Tensor] = {}  # the memory of views, by their slots' names
         self._memory: list[GradientMemory] = []  # where autograd makes gradients
         self._held = {id(parameter) for _, parameter in named}  # what is held here keeps them alive
@@ -115,6 +115,7 @@ class GradientReducer:
         self._held.update(id(parameter) for _, parameter in named)
         known = len(self.gradients)
         self.gradients.add(named, self._define)
+        self._low_rank = low_rank_of(self.gradients)
         if self._memory:
             self._share(itertools.islice(self.gradients, known, None))
         self._hook(parameter for _, parameter in named)
@@ -301,8 +302,8 @@ class GradientReducer:
         yield
         self.gradients.wait()
         self.gradients.receive(_compat.increment_versions, _compat.swaps_parameters())
-        if isinstance(self.settings.compression, PowerSGD):
-            yield from LowRankExchange(self.rank, self.prefix, self.gradients, self.settings).stages()
+        low_rank = [slot for i, slot in self._low_rank.items() if not self.gradients.skipped(i)]
+        yield from LowRankExchange(self.rank, self.prefix, low_rank, self.settings).stages()
         if self.gradients.flag:
             sparse = SparseExchange(self.rank, self.prefix, self.gradients, self.settings)
             yield from sparse.stages(self._default_device)
@@ -389,9 +390,8 @@ class GradientReducer:
         self._passes_seen = max(self._passes_seen, 1)  # it fails on all ranks if it cannot begin
         try:
             self._define_changes()
-            if isinstance(self.settings.compression, PowerSGD):
-                for codec in (slot.codec for slot in self.gradients if isinstance(slot.codec, LowRank)):
-                    codec.begin()
+            for slot in self._low_rank.values():
+                slot.codec.begin()
             if self.settings.are_shared and not self._memory and self._default_device.like is None:
                 self._share(self.gradients)
             self.gradients.open()
@@ -407,6 +407,7 @@ class GradientReducer:
         default = _codecs.default_device_of(slot.parameter for slot in self.gradients)
         self._default_device = default
         descriptions = [self._define(slot) for slot in self.gradients]
+        self._low_rank = low_rank_of(self.gradients)
         self.gradients.define(descriptions, default.like)
         if self.settings.are_views and default.like is None:
             self._make_views()
@@ -459,14 +460,9 @@ class GradientReducer:
         slot.is_channels_last = _codecs.is_channels_last(slot.parameter)
         if slot.dtype not in _library.DTYPE_NUMBERS and not is_live(slot.parameter):
             return _core.GradientDescription(_library.DTYPE_NUMBERS[torch.float32], [0])  # none travels
-        compression, device = self.settings.compression, self._default_device.device
-        if isinstance(compression, PowerSGD):
-            slot.codec = None
-            if suits(slot.parameter, compression.rank):
-                slot.codec = low = LowRank(slot, compression.rank, self.prefix + slot.name, device)
-                return low.describe()
-        elif compression is not None:
-            slot.codec = codec = _codecs.Compressed(slot, compression, device)
+        device = self._default_device.device
+        slot.codec = codec = codec_for(slot, self.settings.compression, self.prefix + slot.name, device)
+        if codec is not None:
             return codec.describe()
         shape = _codecs.wire_shape(slot.parameter, slot.is_channels_last)
         return _core.GradientDescription(_library.number_of(slot.dtype), shape)
