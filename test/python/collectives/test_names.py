@@ -11,8 +11,8 @@ import farandole.torch as fl
 from models import parameter
 from ranks import run_threads
 
-NAMES = 20_000
-WRAPS = 200
+KEPT_NAMES, NAMES = 10_000, 2_500
+KEPT_WRAPS, WRAPS = 25, 50
 PARAMETERS = 40
 
 
@@ -47,11 +47,11 @@ def wrap_again(count):
 def growth(rank):
     """MiB that names take, and wraps, once as many have been used as stay in tables for a while."""
     del rank
-    use_names(0, NAMES // 2)
+    use_names(0, KEPT_NAMES)
     before = resident_mib()
-    use_names(NAMES // 2, NAMES // 2)
+    use_names(KEPT_NAMES, NAMES)
     names = resident_mib() - before
-    wrap_again(WRAPS)
+    wrap_again(KEPT_WRAPS)
     before = resident_mib()
     wrap_again(WRAPS)
     return names, resident_mib() - before
@@ -59,5 +59,5 @@ def growth(rank):
 
 def test_names_and_wraps_that_are_over_take_no_memory():
     for names, wraps in run_threads(2, growth, timeout_s=300):
-        assert names < 8
-        assert wraps < 8
+        assert names < 2  # 800 bytes for each
+        assert wraps < 2  # 1 KiB for each parameter

@@ -45,7 +45,7 @@ sets = [fl.global_process_set] + [s for s in [odd] if s is not None and rank % 2
 for at in sets:
     members = size if at is fl.global_process_set else size // 2
     for count in (1, 5_000, 1_000_003):
-        for dtype in ("f2", "f4", "f8", "i1", "i8"):
+        for dtype in ("f2", "f8", "i1"):
             x = (rng.standard_normal(count) * 50).astype(dtype)
             for op in (fl.Sum, fl.Average, fl.Min, fl.Product):
                 digest.update(fl.allreduce(x, op=op, process_set=at))
@@ -59,7 +59,7 @@ tell(digest.hexdigest())
 """
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.once)])
 def test_results_are_bitwise_those_over_mpi(size):
     shared = [text.splitlines() for text in run_mpi(size, EVERYTHING)]
     told = run_mpi(size, EVERYTHING, FARANDOLE_SHARED_MEMORY="0")
@@ -103,6 +103,7 @@ def test_of_two_hosts_only_sets_on_one_of_them_share_memory():
     ]  # fmt: skip
 
 
+@pytest.mark.once
 def test_where_memory_cannot_be_shared_ranks_use_mpi_and_one_line_says_so():
     done = mpirun(
         3,
@@ -166,6 +167,7 @@ def test_after_a_failure_shutdown_gives_shared_memory_back(tmp_path):
     assert held == {"0": "False", "1": "False"}, done.stdout
 
 
+@pytest.mark.once
 def test_a_stopped_peer_runs_into_the_deadline():
     done = mpirun(
         2, ["-c", stopped_in_an_allreduce(1)], FARANDOLE_PLANE_TIMEOUT_S="1", FARANDOLE_LIVENESS_TIMEOUT_S="0"
@@ -234,10 +236,9 @@ def check_death(folder, size, victim, wait, before=""):
 
 # Open MPI 5's mpirun knows no recovery: it ends the other ranks, perhaps before they have told.
 @pytest.mark.once
-@pytest.mark.parametrize("wait", WAITS)
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_dies_ends_the_waits_of_all_others_at_once(tmp_path, victim, wait):
-    check_death(tmp_path, 3, victim, wait)
+def test_a_rank_that_dies_ends_the_waits_of_all_others_at_once(tmp_path, victim):
+    check_death(tmp_path, 3, victim, "data")
 
 
 @pytest.mark.once
@@ -275,8 +276,7 @@ os._exit(0)
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("blocked", ["negotiation", "data"])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("victim", "blocked"), [(0, "negotiation"), (1, "data")])
 def test_a_rank_that_is_stopped_is_named_on_all_others_and_learns_of_it_later(tmp_path, victim, blocked):
     done = mpirun(3, ["-c", STOPPED, str(tmp_path), str(victim), blocked], OMPI_MCA_orte_enable_recovery="1")
     told = {rank: tmp_path / str(rank) for rank in range(3)}
@@ -305,5 +305,6 @@ def test_who_is_stopped_is_waited_for_where_there_is_no_limit(tmp_path):
     assert run_mpi(2, script, FARANDOLE_LIVENESS_TIMEOUT_S="0") == ["2.0", "2.0"]
 
 
+@pytest.mark.once
 def test_killed_ranks_leave_nothing_behind(capsys):
-    assert kill_ranks.main(8, seed=os.getpid()) == 0, capsys.readouterr().out
+    assert kill_ranks.main(4, seed=os.getpid()) == 0, capsys.readouterr().out

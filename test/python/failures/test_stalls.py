@@ -146,6 +146,7 @@ def test_without_a_stall_check_no_stall_ends_the_job():
 
 
 @pytest.mark.mpi
+@pytest.mark.once
 def test_a_stall_ends_processes_too(tmp_path):
     script = """
 import pathlib, sys, time
@@ -170,6 +171,7 @@ while time.monotonic() < end and len([f for f in folder.iterdir() if f.stat().st
 
 
 @pytest.mark.mpi
+@pytest.mark.once
 def test_a_rank_that_rank_0_does_not_hear_ends_by_itself(tmp_path):
     script = """
 import os, pathlib, signal, sys

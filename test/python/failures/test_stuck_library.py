@@ -57,6 +57,7 @@ def run(folder, text):
     return done.stdout
 
 
+@pytest.mark.once
 def test_shutdown_ends_and_a_late_return_touches_no_tensor(tmp_path):
     output = run(
         tmp_path,
@@ -74,6 +75,7 @@ def test_shutdown_ends_and_a_late_return_touches_no_tensor(tmp_path):
     assert "untouched: True" in output, output
 
 
+@pytest.mark.once
 def test_join_ends(tmp_path):
     output = run(tmp_path, "print_error(fl.join); sys.exit(7)")
     assert "OperationTimeoutError after" in output and "inside one library call" in output, output

@@ -7,17 +7,15 @@ import re
 import select
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
 
-from farandole.runner import mpirun
 from ranks import THIS_DIR
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.once]
 
 PYTHON = sys.executable
 # Nothing may come in from a rank that runs the tests, nor the permissions it gave to mpirun.
@@ -67,39 +65,6 @@ def test_a_job_needs_nothing_of_its_environment(path):
     )
     assert done.returncode == 0, done.stderr
     assert lines_of(done.stdout) == ["[0] 2", "[1] 2"]
-
-
-@pytest.mark.parametrize("flags", [[], ["--mpi"], ["--mpi", "--tcp"]])
-def test_ranks_of_one_host_listen_on_no_network(flags):
-    script = PRELUDE + """
-files = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-mine = {os.readlink(file) for file in files if os.path.islink(file)}  # one was that of listdir
-for table in ("tcp", "tcp6"):
-    for line in open(f"/proc/self/net/{table}").readlines()[1:]:
-        _, local, _, state, *_, inode = line.split()[:10]
-        if state == "0A" and f"socket:[{inode}]" in mine and not local.startswith("0100007F:"):
-            print("listens on", local)
-print("done")
-"""
-    done = launch("-np", 2, *flags, PYTHON, "-c", script)
-    assert lines_of(done.stdout) == ["[0] done", "[1] done"], done.stdout + done.stderr
-
-
-@pytest.mark.parametrize(
-    ("limit", "ranks", "message"),
-    [
-        (40, 2, ""),
-        (48, 8, 'farandolerun: "ulimit -n" allows 48 open files, but 8 ranks need 58 here\n'),
-    ],
-)
-def test_too_few_open_files_are_reported_at_once(limit, ranks, message):
-    command = [PYTHON, "-m", "farandole.runner", "--start-timeout", "600", "--mpi", "-np", str(ranks), "echo", "up"]
-    done = subprocess.run(
-        ["sh", "-c", f'ulimit -n {limit}; exec "$@"', "sh", *command], env=CLEAN, cwd=THIS_DIR,
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert done.stderr == message and done.returncode == (2 if message else 0)
-    assert done.stdout.count("up") == (0 if message else ranks)
 
 
 def test_more_ranks_than_cores_run():
@@ -338,48 +303,6 @@ def test_ctrl_c_and_sigterm_end_all_ranks(number):
     wait_until(lambda: not running(mark))
 
 
-@pytest.mark.parametrize("network", ["--gloo", "--mpi"])
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
-def test_the_signals_of_a_user_reach_all_ranks(network, number):
-    script = f"trap 'echo got it; exit 0' {number.name[3:]}; echo up; while sleep 0.1; do :; done"
-    job = start("-np", 2, network, "sh", "-c", script)
-    try:
-        assert [job.stdout.readline()[4:] for _ in range(2)] == ["up\n"] * 2
-        job.send_signal(number)
-        out, err = job.communicate(timeout=60)
-    finally:
-        job.kill()
-    assert (lines_of(out), err, job.returncode) == (["[0] got it", "[1] got it"], "", 0)
-
-
-@pytest.mark.parametrize("network", ["--gloo", "--mpi"])
-def test_a_second_ctrl_c_leaves_no_files_of_the_job_and_those_of_others(tmp_path, network):
-    """mpirun is killed then, and removes neither its own files nor the ranks' shared memory."""
-    script = PRELUDE + """
-import signal, sys
-for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)
-maps = {line.split()[-1] for line in open("/proc/self/maps") if "segment" in line}
-print(os.environ["TMPDIR"], *[path for path in maps if path.startswith("/dev/shm/")], flush=True)
-signal.pause()
-"""
-    neighbours = tmp_path / f"ompi.{socket.gethostname()}.0" / "pid.1"
-    neighbours.mkdir(parents=True)
-    job = start("-np", 2, network, PYTHON, "-c", script, TMPDIR=str(tmp_path))
-    try:
-        told = [job.stdout.readline().split()[1:] for _ in range(2)]
-        os.killpg(job.pid, signal.SIGINT)
-        assert job.stderr.readline() == "farandolerun: SIGINT: ending all ranks\n"
-        os.killpg(job.pid, signal.SIGINT)
-        job.communicate(timeout=60)
-    finally:
-        job.kill()
-    assert job.returncode == 128 + signal.SIGINT
-    segments = {segment for _, *of_rank in told for segment in of_rank}
-    assert {folder for folder, *_ in told} == {str(tmp_path)} and (segments or network == "--gloo")
-    assert [segment for segment in segments if os.path.exists(segment)] == []
-    assert list(tmp_path.rglob("*")) == [neighbours.parent, neighbours]
-
-
 def test_a_hangup_does_not_end_a_job_under_nohup():
     command = ["nohup", PYTHON, "-m", "farandole.runner", "-np", "2", "sh", "-c",
                "echo up; read line && echo $line; true"]  # fmt: skip
@@ -443,58 +366,6 @@ def test_threads_are_set_and_said_once():
         f"farandolerun: OMP_NUM_THREADS={threads} on each of 3 ranks; set it to choose another number\n"
     )
     assert launch("-np", 3, "--tcp", "sh", "-c", "echo $OMP_NUM_THREADS").stderr == ""
-
-
-def test_mpirun_that_starts_nothing_is_reported_with_its_words():
-    done = launch("-np", 2, "--mpi-args=--no-such-option", "true")
-    assert done.returncode not in (0, 2)
-    assert "[mpirun] " in done.stderr and "no-such-option" in done.stderr
-    assert done.stderr.splitlines()[-1].endswith("after 0 of 2 ranks had started")
-
-
-def remote_shell(folder, script):
-    """Words for mpirun to reach other hosts by a script instead of ssh: script HOST COMMAND...
-
-    $HOST_TMP is a folder for the host's temporary files: daemons that share one race to create its folders.
-    """
-    shell = folder / "shell"
-    shell.write_text(f'#!/bin/sh\nHOST_TMP=$(mktemp -d "{folder}/XXXXXX")\n{script}\n')
-    shell.chmod(0o755)
-    is_old = mpirun.find_pair(CLEAN).program.version.startswith("4.")
-    if not is_old:
-        return f"--prtemca plm_ssh_agent {shell}"
-    # Daemons of 4.1 map the topology into a gap they find in their memory; some die of what grows there.
-    return f"--mca plm_rsh_agent {shell} --mca rtc_hwloc_vmhole none"
-
-
-def test_ranks_on_other_hosts_get_the_environment_and_send_their_lines(tmp_path):
-    """Hosts that are this machine, reached with an empty environment as over ssh."""
-    agent = remote_shell(tmp_path, 'shift; exec env -i HOME="$HOME" TMPDIR="$HOST_TMP" PATH=/usr/bin:/bin sh -c "$*"')
-    script = f"echo {RANK} $FARANDOLE_WINDOW $MY_OWN $SSH_MARK; exit {RANK}"
-    variables = {"FARANDOLE_WINDOW": "3", "MY_OWN": "a  b", "SSH_MARK": "here"}
-    done = launch("-H", "far-a:1,far-b:1", "--mpi-args", agent, "sh", "-c", script, **variables)
-    assert lines_of(done.stdout) == ["[0] 0 3 a b", "[1] 1 3 a b"], done.stderr
-    assert done.returncode == 1 and "rank 1 failed first" in done.stderr
-
-
-def test_ranks_that_do_not_start_are_named_in_time(tmp_path):
-    agent = remote_shell(tmp_path, "exec sleep 600")
-    done = launch("-H", "far:2", "--start-timeout", 1, "--mpi-args", agent, "true")
-    assert done.returncode == 1
-    message = "2 of 2 ranks did not start within 1 s (--start-timeout): 0, 1"
-    assert message in done.stderr, done.stderr
-
-
-@pytest.mark.parametrize(("network", "lost"), [("--gloo", 0), ("--mpi", 1)])
-def test_a_rank_that_vanishes_is_named(network, lost):
-    """Its supervisor is killed, as by a host that fails; then nobody reports how the rank ended.
-
-    mpirun starts one for each rank; without it the host has one.
-    """
-    script = f"[ {RANK} = 1 ] && kill -9 $PPID; exec sleep 60"
-    done = launch("-np", 2, network, "sh", "-c", script)
-    assert done.returncode == 1
-    assert f"farandolerun: rank {lost} was lost first: {socket.gethostname()} does not" in done.stderr
 
 
 def agent(folder, script):

@@ -72,6 +72,7 @@ def test_farandolerun(digests, flags):
     check(run(sys.executable, "-m", "farandole.runner", "-np", "2", *flags, *SCRIPT), digests[2])
 
 
+@pytest.mark.once
 def test_farandolerun_on_more_ranks_than_cores(digests):
     check(run(sys.executable, "-m", "farandole.runner", "-np", "4", *SCRIPT), digests[4], 4)
 
@@ -87,26 +88,31 @@ def test_torchrun(digests):
     check(run(*command), digests[2])
 
 
+@pytest.mark.once
 def test_spawn(digests):
     script = "import farandole, small_training\nfarandole.spawn(small_training.train_and_print, nprocs=2)"
     check(run(sys.executable, "-c", script), digests[2])
 
 
+@pytest.mark.once
 def test_env(digests):
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     run_by_hand([((), {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in (0, 1)], digests[2], **address)
 
 
+@pytest.mark.once
 def test_tcp(digests):
     address = f"address=tcp://127.0.0.1:{free_port()}"
     run_by_hand([((f"rank={rank}", "size=2", address), {}) for rank in (0, 1)], digests[2])
 
 
+@pytest.mark.once
 def test_file(digests, tmp_path):
     address = f"address=file://{tmp_path}/store"
     run_by_hand([((f"rank={rank}", "size=2", address), {}) for rank in (0, 1)], digests[2])
 
 
+@pytest.mark.once
 def test_two_hosts(digests, tmp_path):
     try:
         with TwoHosts(tmp_path) as hosts:
@@ -128,11 +134,13 @@ def slurm(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 2), (2, 3)])
+@pytest.mark.once
 def test_farandolerun_in_a_slurm_allocation(digests, slurm, nodes, ranks):
     command = [sys.executable, "-m", "farandole.runner", *SCRIPT]
     check(slurm.run(*command, nodes=nodes, tasks=ranks), digests[ranks], ranks)
 
 
+@pytest.mark.once
 def test_ranks_have_the_variables_of_their_own_node(slurm, tmp_path):
     """And not those of the node on which the launcher runs, as are the GPUs that Slurm gave the job there."""
     prolog = tmp_path / "prolog"
@@ -144,6 +152,7 @@ def test_ranks_have_the_variables_of_their_own_node(slurm, tmp_path):
     assert "[0] n1 of-n1\n" in done.stdout and "[1] n2 of-n2\n" in done.stdout, done.stdout
 
 
+@pytest.mark.once
 def test_slurms_warning_reaches_the_ranks_once(slurm, tmp_path):
     (tmp_path / "rank.py").write_text("""import os, pathlib, signal
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
@@ -163,6 +172,7 @@ wait $!
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 2)])
+@pytest.mark.once
 def test_srun_without_mpi(digests, slurm, nodes, ranks):
     check(slurm.run("srun", "--mpi=none", *SCRIPT, nodes=nodes, tasks=ranks), digests[ranks], ranks)
 
@@ -199,6 +209,7 @@ def test_srun_starts_a_script_of_torch_distributed(tutorial_digest, slurm, tmp_p
     check(slurm.run(*command, nodes=nodes, tasks=2), tutorial_digest)
 
 
+@pytest.mark.once
 def test_an_installation_without_mpirun_needs_none(digests, tmp_path):
     """Nothing that belongs to MPI is on the PATH, and the plug-in cannot be loaded."""
     path = os.path.dirname(shutil.which("true") or "/bin/true")

@@ -58,6 +58,7 @@ def test_shutdown_ends_it_and_questions_are_then_refused():
     assert told == ["refused"] * 2
 
 
+@pytest.mark.once
 def test_a_job_that_another_thread_joined_ends_well():
     told = run_mpi(
         2,
@@ -72,6 +73,7 @@ def test_a_job_that_another_thread_joined_ends_well():
     assert told == ["2.0"] * 2
 
 
+@pytest.mark.once
 def test_without_a_launcher_there_is_one_rank():
     text = script("""
         fl.init()
@@ -82,6 +84,7 @@ def test_without_a_launcher_there_is_one_rank():
     assert subprocess.run([sys.executable, "-c", text], timeout=60, check=False).returncode == 0
 
 
+@pytest.mark.once
 def test_disagreements_are_refused_on_all_ranks_within_100_ms():
     told = run_mpi(
         2,
@@ -250,6 +253,7 @@ def test_ctrl_c_inside_backward_leaves_a_round_that_zero_grad_settles():
     assert told == ["interrupted\nTrue\n[0.5, 0.5]", "[3.0, 3.0]\n[0.5, 0.5]"]
 
 
+@pytest.mark.once
 def test_junk_in_a_setting_is_a_value_error_that_names_it():
     done = mpirun(1, ["-c", script("fl.init()")], FARANDOLE_FUSION_THRESHOLD="lots")
     assert done.returncode != 0
@@ -274,6 +278,7 @@ def test_data_loader_workers_may_fork():
     assert told == ["240.0"] * 2
 
 
+@pytest.mark.once
 def test_a_short_wait_after_an_idle_time_is_no_stall():
     """Real time must pass: what was wrong is what an idle engine does with its clock."""
     done = mpirun(
@@ -291,6 +296,7 @@ def test_a_short_wait_after_an_idle_time_is_no_stall():
     assert done.returncode == 0 and "stall" not in done.stdout, done.stdout
 
 
+@pytest.mark.once
 def test_known_operations_fault_no_pages_and_travel_together():
     told = run_mpi(
         2,

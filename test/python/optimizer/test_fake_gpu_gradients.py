@@ -65,7 +65,7 @@ def _on_two_gpus(test, module):
     )
     copy.__kwdefaults__ = test.__kwdefaults__
     marks = [_of_two(mark) for mark in getattr(test, "pytestmark", [])]
-    copy.pytestmark = [*_marks_of(module), *marks, pytest.mark.usefixtures("_on_gpus").mark]
+    copy.pytestmark = [*_marks_of(module), *marks, pytest.mark.once.mark, pytest.mark.usefixtures("_on_gpus").mark]
     return copy
 
 

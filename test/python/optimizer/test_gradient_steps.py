@@ -360,6 +360,7 @@ def test_processes_get_the_same_error(tmp_path, call):
 
 
 @pytest.mark.mpi
+@pytest.mark.once
 def test_a_process_that_ends_without_another_call_says_the_error(tmp_path):
     script = f"""
         import pathlib, time

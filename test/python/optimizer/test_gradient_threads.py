@@ -196,6 +196,7 @@ def test_what_would_end_a_running_pass_is_refused_on_another_thread(job, what):
 
 
 @pytest.mark.mpi
+@pytest.mark.once
 def test_two_threads_of_a_process_neither_crash_nor_hang():
     told = run_mpi(
         2,

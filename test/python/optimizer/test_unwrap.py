@@ -147,6 +147,7 @@ def test_after_shutdown_and_init_the_model_can_be_wrapped_again(size, complete, 
 
 
 @pytest.mark.mpi
+@pytest.mark.once
 def test_wrapping_in_another_order_and_again_after_shutdown_in_processes():
     told = run_mpi(
         2,
