@@ -1,4 +1,4 @@
-"""Runs a test's body on N ranks: as threads of this process, or as processes under mpirun.
+"""Runs a test's body on N ranks: as threads of this process, or as processes, under mpirun or forked.
 
 Threads share the interpreter, so a body must not use torch's global random generator.
 """
@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import farandole
+import warm_ranks
 
 THIS_DIR = pathlib.Path(__file__).resolve().parent
 REPOSITORY = THIS_DIR.parent.parent
@@ -116,10 +117,22 @@ def run_mpi(size: int, script: str, timeout_s: float = 100, **variables: str) ->
     Raises:
         AssertionError: The job failed; with its output.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        text = _TELL.format(folder=folder) + textwrap.dedent(script)
+
+    def run(text: str) -> None:
         done = mpirun(size, ["-c", text], timeout_s, **variables)
         assert done.returncode == 0, f"exit code {done.returncode}:\n{done.stdout}"
+
+    return _told(size, script, run)
+
+
+def run_forked(size: int, script: str, timeout_s: float = 120, **variables: str) -> list[str]:
+    """As run_mpi, on ranks that start_forked starts."""
+    return _told(size, script, lambda text: communicate(start_forked(size, ["-c", text], **variables), None, timeout_s))
+
+
+def _told(size: int, script: str, run: Callable[[str], object]) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        run(_TELL.format(folder=folder) + textwrap.dedent(script))
         files = [pathlib.Path(folder, str(rank)) for rank in range(size)]
         return [file.read_text().strip() if file.exists() else "" for file in files]
 
@@ -127,9 +140,36 @@ def run_mpi(size: int, script: str, timeout_s: float = 100, **variables: str) ->
 _TELL = """
 def tell(value):
     import os
-    with open(os.path.join({folder!r}, os.environ["OMPI_COMM_WORLD_RANK"]), "a") as file:
+    rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["RANK"]
+    with open(os.path.join({folder!r}, rank), "a") as file:
         print(value, file=file)
 """
+#: Of launchers, which the tests' own environment may have.
+_FOREIGN = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "FARANDOLE_RANK", "FARANDOLE_SIZE", "MASTER_", "TORCHELASTIC_")
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Of a process that no launcher has started."""
+    own = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
+    return own | {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"} | variables
+
+
+def start_forked(size: int, arguments: Sequence[object], **variables: str) -> list[warm_ranks.WarmRank]:
+    """Starts processes that have imported torch, told by the variables of env:// where rank 0 is; without MPI."""
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
+    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+    return [warm_ranks.start(arguments, environment(**variables, **place)) for place in places]
+
+
+def communicate(ranks: Sequence[Any], codes: Sequence[int] | None = None, timeout_s: float = 120) -> list[str]:
+    """What processes have written by their end, which is with these exit codes, or 0."""
+    try:
+        outputs = [rank.communicate(timeout=timeout_s)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == (codes or [0] * len(ranks)), "\n".join(outputs)
+    return outputs
 
 
 def stopped_in_an_allreduce(rank: int) -> str:

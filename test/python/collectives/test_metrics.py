@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import farandole.torch as fl
-from ranks import run_mpi, run_threads
+from ranks import run_forked, run_threads
 
 Pair = collections.namedtuple("Pair", "left right")
 
@@ -224,10 +224,8 @@ def test_metrics_that_differ_and_empty_data_are_refused_on_all_ranks():
     run_threads(2, body)
 
 
-@pytest.mark.mpi
-@pytest.mark.torch
-def test_everything_runs_under_mpirun():
-    told = run_mpi(
+def test_everything_runs_in_processes():
+    told = run_forked(
         2,
         """
         import torch

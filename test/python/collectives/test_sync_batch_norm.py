@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import farandole.torch as fl
-from ranks import run_mpi, run_threads
+from ranks import run_forked, run_threads
 
 CHANNELS = 3
 #: Images per rank; the first ``size`` entries are a job's.
@@ -410,10 +410,8 @@ def check_job(device, dtype, tolerance):
         torch.testing.assert_close(got.double().cpu(), buffer.double(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.mpi
-@pytest.mark.torch
 def test_a_job_of_processes():
-    told = run_mpi(
+    told = run_forked(
         2,
         """
         import torch
@@ -446,11 +444,9 @@ def train(net, optimizer, inputs):
     return [value.detach() for value in net.state_dict().values()]
 
 
-@pytest.mark.mpi
-@pytest.mark.torch
-def test_training_under_mpirun_is_that_of_one_process_on_the_whole_batch():
+def test_training_in_processes_is_that_of_one_process_on_the_whole_batch():
     """With the optimizer's own gradients in flight while a backward pass exchanges its sums."""
-    told = run_mpi(
+    told = run_forked(
         2,
         """
         import torch

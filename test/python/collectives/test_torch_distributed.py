@@ -1,7 +1,6 @@
 """The backend of torch.distributed, between processes."""
 
 import importlib.util
-import os
 import pathlib
 import re
 import signal
@@ -13,16 +12,13 @@ import pytest
 import torch
 
 import distributed_job
-import warm_ranks
-from ranks import PYTHON_PATH, free_port, mpirun
+from ranks import communicate, environment, mpirun, start_forked
 
 pytestmark = [
     pytest.mark.once,
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed"),
 ]
 JOB = pathlib.Path(distributed_job.__file__)
-#: Of launchers, which the tests' own environment may have.
-FOREIGN = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "FARANDOLE_RANK", "FARANDOLE_SIZE", "MASTER_", "TORCHELASTIC_")
 PRELUDE = """
 import os, signal, sys, time
 import torch
@@ -38,31 +34,9 @@ def tell(text):
 """
 
 
-def environment(**variables):
-    own = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
-    return own | {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"} | variables
-
-
-def start(size, arguments):
-    port = str(free_port())
-    ranks = []
-    for rank in range(size):
-        place = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
-        variables = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **place)
-        ranks.append(warm_ranks.start(arguments, variables))
-    return ranks
-
-
 def run(size, arguments, codes=None, timeout_s=120):
     """Returns the outputs by rank. ``codes``: the expected exit codes."""
-    ranks = start(size, arguments)
-    try:
-        outputs = [rank.communicate(timeout=timeout_s)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == (codes or [0] * size), "\n".join(outputs)
-    return outputs
+    return communicate(start_forked(size, arguments), codes, timeout_s)
 
 
 def run_script(size, script, **options):

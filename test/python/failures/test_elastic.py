@@ -12,7 +12,7 @@ import farandole.torch as fl
 from farandole.torch import elastic
 from jobs import on_several
 from models import parameter, wrapped
-from ranks import run_mpi, run_threads
+from ranks import run_forked, run_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:going on from the last commit:RuntimeWarning")
 
@@ -366,10 +366,9 @@ def test_an_exception_that_leaves_the_function_on_one_rank_ends_it_on_the_others
         assert "bad batch 17" in text and text.endswith("start it again from a checkpoint")
 
 
-@pytest.mark.mpi
 @pytest.mark.once
 def test_a_lost_rank_ends_the_function_with_one_sentence():
-    told = run_mpi(
+    told = run_forked(
         2,
         """
         import sys
@@ -477,10 +476,8 @@ def test_indices_that_are_not_the_next_ones_are_refused():
     run_threads(2, body)
 
 
-@pytest.mark.mpi
-@pytest.mark.torch
-def test_an_elastic_job_under_mpirun_trains_as_one_without_failures():
-    told = run_mpi(
+def test_an_elastic_job_of_processes_trains_as_one_without_failures():
+    told = run_forked(
         2,
         """
         import torch

@@ -1,13 +1,13 @@
 """Jobs without MPI: ranks that are told by variables, arguments, stores or torchrun where rank 0 is."""
 
-import os
 import subprocess
 import sys
 import textwrap
 
 import pytest
 
-from ranks import PYTHON_PATH, REPOSITORY, free_port
+import warm_ranks
+from ranks import communicate, environment, free_port
 
 BODY = """
 import datetime, os, sys, time
@@ -20,16 +20,6 @@ def check():
     # In one write: ranks of torchrun share a pipe, and print() may write the end of the line by itself.
     print(f"rank {fl.rank()} of {fl.size()}: {total[0]:g}\\n", end="", flush=True)
 """
-#: Of launchers, which the tests' own environment may have.
-FOREIGN = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "FARANDOLE_RANK", "FARANDOLE_SIZE", "MASTER_", "TORCHELASTIC_")
-
-
-def environment(**variables):
-    own = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
-    path = os.pathsep.join(filter(None, [PYTHON_PATH, str(REPOSITORY / "examples")]))
-    return own | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | variables
-
-
 def env_of(rank, port):
     """The variables of env://, for two ranks."""
     return {
@@ -38,22 +28,14 @@ def env_of(rank, port):
 
 
 def start(script, **variables):
-    return subprocess.Popen(
-        [sys.executable, "-c", BODY + textwrap.dedent(script)],
-        env=environment(**variables), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    """A process that has imported torch."""
+    return warm_ranks.start(["-c", BODY + textwrap.dedent(script)], environment(**variables))
 
 
 def run(size, script, variables_of=lambda rank: {}):
     """Runs ranks with ``sys.argv``-free scripts that read R and N; returns the outputs by rank."""
-    ranks = [start(f"R, N = {r}, {size}\n" + textwrap.dedent(script), **variables_of(r)) for r in range(size)]
-    try:
-        outputs = [rank.communicate(timeout=90)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(outputs)
-    return outputs
+    script = textwrap.dedent(script)
+    return communicate([start(f"R, N = {r}, {size}\n" + script, **variables_of(r)) for r in range(size)])
 
 
 def expect_sums(size, outputs):

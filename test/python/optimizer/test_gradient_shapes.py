@@ -8,7 +8,7 @@ import torch
 import farandole.torch as fl
 from jobs import Job, on_all, on_several
 from models import parameter
-from ranks import run_mpi
+from ranks import run_forked
 
 pytestmark = pytest.mark.filterwarnings("ignore:optimizer.step.. called without")
 BIG, SMALL = 4096, 16
@@ -210,9 +210,8 @@ def test_a_change_of_the_memory_order_goes_on(job):
     job.run(body)
 
 
-@pytest.mark.mpi
-def test_pruning_goes_on_under_mpi():
-    told = run_mpi(
+def test_pruning_goes_on_in_processes():
+    told = run_forked(
         2,
         """
         import torch

@@ -10,7 +10,7 @@ from farandole.torch import _backward_end
 from farandole.torch._backward_end import OutermostBackward
 from jobs import on_several
 from models import parameter
-from ranks import run_mpi
+from ranks import run_forked
 
 pytestmark = pytest.mark.filterwarnings("ignore:optimizer.step.. called without")
 
@@ -195,10 +195,9 @@ def test_what_would_end_a_running_pass_is_refused_on_another_thread(job, what):
     job.run(body)
 
 
-@pytest.mark.mpi
 @pytest.mark.once
 def test_two_threads_of_a_process_neither_crash_nor_hang():
-    told = run_mpi(
+    told = run_forked(
         2,
         """
         import threading

@@ -10,7 +10,7 @@ import farandole
 import farandole.torch as fl
 from jobs import on_several
 from models import OPTIMIZERS, Branched, parameter, train_alone
-from ranks import run_mpi, run_threads
+from ranks import run_forked, run_threads
 
 pytestmark = [
     pytest.mark.skipif(
@@ -318,16 +318,12 @@ p.grad.zero_()
 """
 
 
-@pytest.mark.mpi
-@pytest.mark.torch
-@pytest.mark.parametrize("shares", [True, False], ids=["shared", "MPI"])
-def test_processes_of_a_host_reduce_in_place_and_over_mpi_they_copy(shares):
-    told = run_mpi(3, SCRIPT, FARANDOLE_SHARED_MEMORY=str(int(shares)))
+@pytest.mark.parametrize("shares", [True, False], ids=["shared", "network"])
+def test_processes_of_a_host_reduce_in_place_and_over_a_network_they_copy(shares):
+    told = run_forked(3, SCRIPT, FARANDOLE_SHARED_MEMORY=str(int(shares)))
     assert told == [str(4 * 4 * 500_000 if shares else 0)] * 3
 
 
-@pytest.mark.mpi
-@pytest.mark.torch
 def test_where_addresses_are_limited_gradients_are_copied_and_a_line_says_so():
     limited = "import resource; resource.setrlimit(resource.RLIMIT_AS, (40 << 30, -1))\n"
-    assert run_mpi(2, limited + SCRIPT) == ["0", "0"]
+    assert run_forked(2, limited + SCRIPT) == ["0", "0"]

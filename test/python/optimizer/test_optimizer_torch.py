@@ -11,7 +11,7 @@ import farandole.torch as fl
 from farandole.torch import _backward_end
 from jobs import Job, on_all, on_all_at_backward, on_several
 from models import parameter
-from ranks import run_mpi
+from ranks import run_forked
 
 pytestmark = pytest.mark.filterwarnings("ignore:optimizer.step.. called without")
 
@@ -119,10 +119,8 @@ COMPILED = """
 """
 
 
-@pytest.mark.mpi
-@pytest.mark.torch
 def test_compilation_in_processes_gets_the_same_weights():
-    told = run_mpi(2, COMPILED, timeout_s=110)
+    told = run_forked(2, COMPILED, timeout_s=110)
     assert [lines.split() for lines in told] == [[str(1 - STEPS * 0.5)] * 6] * 2
 
 

@@ -11,7 +11,7 @@ import farandole.torch as fl
 from farandole.torch import _gradient_memory
 from jobs import on_several
 from models import OPTIMIZERS, Branched, train_alone
-from ranks import run_mpi, run_threads
+from ranks import run_forked, run_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:optimizer.step.. called without")
 
@@ -219,11 +219,9 @@ assert image.grad.data_ptr() != kept.data_ptr()
 """
 
 
-@pytest.mark.mpi
-@pytest.mark.torch
-@pytest.mark.parametrize("shares", [True, False], ids=["shared", "MPI"])
-def test_processes_of_a_host_reduce_what_autograd_made_without_a_copy_and_over_mpi_they_copy(shares):
-    for told in run_mpi(3, SCRIPT, FARANDOLE_SHARED_MEMORY=str(int(shares))):
+@pytest.mark.parametrize("shares", [True, False], ids=["shared", "network"])
+def test_processes_of_a_host_reduce_what_autograd_made_without_a_copy_and_over_a_network_they_copy(shares):
+    for told in run_forked(3, SCRIPT, FARANDOLE_SHARED_MEMORY=str(int(shares))):
         first, plain, added, changed, double, _, image, cnn, image_later = map(float, told.split())
         if not shares:
             assert not any((first, plain, added, changed, double, image, cnn, image_later))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import farandole.torch as fl
-from ranks import run_mpi, run_threads
+from ranks import run_forked, run_threads
 
 SHAPES = [(4, 3), (3,), (2, 3, 2, 2), ()]
 
@@ -248,10 +248,8 @@ def test_wrong_arguments_are_refused():
     run_threads(1, body)
 
 
-@pytest.mark.mpi
-@pytest.mark.torch
-def test_state_objects_and_rows_travel_under_mpi():
-    told = run_mpi(
+def test_state_objects_and_rows_travel_between_processes():
+    told = run_forked(
         3,
         """
         import farandole.torch as fl

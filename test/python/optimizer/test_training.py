@@ -6,7 +6,7 @@ import torch
 import farandole.torch as fl
 from jobs import on_several
 from models import OPTIMIZERS, Branched, scrambled, train_alone, train_rank
-from ranks import run_mpi, run_threads
+from ranks import run_forked, run_threads
 
 STEPS = 20
 
@@ -124,7 +124,7 @@ def test_one_rank_is_bit_identical_to_plain_torch_with_any_compression():
         assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
 
 
-MPI_SCRIPT = """
+SCRIPT = """
     import torch
     import farandole.torch as fl
     from models import OPTIMIZERS, Branched, scrambled, train_alone, train_rank
@@ -143,10 +143,8 @@ MPI_SCRIPT = """
 """
 
 
-@pytest.mark.mpi
-@pytest.mark.torch
-def test_training_under_mpirun_is_that_of_one_process():
-    told = run_mpi(3, MPI_SCRIPT, timeout_s=110)
+def test_training_in_processes_is_that_of_one_process():
+    told = run_forked(3, SCRIPT, timeout_s=110)
     assert told == [f"rank {rank} of 3 agrees" for rank in range(3)]
 
 

@@ -10,7 +10,7 @@ import farandole.torch as fl
 from farandole import _core, basics
 from jobs import Job, on_all, on_all_at_backward, on_several
 from models import parameter
-from ranks import run_mpi, run_threads
+from ranks import run_forked, run_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:optimizer.step.. called without")
 
@@ -146,10 +146,9 @@ def test_after_shutdown_and_init_the_model_can_be_wrapped_again(size, complete, 
     run_threads(size, body)
 
 
-@pytest.mark.mpi
 @pytest.mark.once
 def test_wrapping_in_another_order_and_again_after_shutdown_in_processes():
-    told = run_mpi(
+    told = run_forked(
         2,
         """
         import torch
