@@ -188,6 +188,17 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, capsys):
     assert f"{tmp_path}/farandole-job-rank0.json: cannot be read" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("names_ranks", [True, False])
+def test_the_error_of_a_job_names_ranks_before_it_is_what_most_have(tmp_path, capsys, names_ranks):
+    errors = [{"ranks": [], "message": "the job ends"}] * 2 + [{"ranks": [2] * names_ranks, "message": "a cause"}]
+    for rank, error in enumerate(errors):
+        said = {"rank": rank, "size": 3, "pid": 7, "host": "h", "events": [], "job": "j", "reason": "an error",
+                "written_ns": 0, "error": error}  # fmt: skip
+        (tmp_path / f"farandole-j-rank{rank}.json").write_text(json.dumps(said))
+    message = "a cause" if names_ranks else "the job ends"
+    assert f"The job ended by this error: {message}\n" in explained(tmp_path, capsys)
+
+
 def test_ps_lists_running_ranks_and_what_they_wait_for(tmp_path, capsys):
     script = "stay() if fl.rank() == 2 else fl.allreduce(np.ones(4), name='y')"
     with Job(tmp_path, script) as job:

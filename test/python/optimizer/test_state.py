@@ -114,9 +114,11 @@ def test_all_ranks_go_on_bitwise_like_the_root(case, steps, pickles, monkeypatch
         parameters, optimizer = make(case, rank)
         train(case, parameters, optimizer, rank, steps[rank])
         before = [p.detach().clone() for p in parameters]
-        fl.broadcast_optimizer_state(optimizer, root_rank=0)
+        roots = copy.deepcopy(optimizer.state_dict())
+        fl.broadcast_optimizer_state(optimizer)  # of rank 0
         assert all(torch.equal(p, b) for p, b in zip(parameters, before, strict=True))
         state = copy.deepcopy(optimizer.state_dict())
+        assert rank > 0 or same(state, roots)
         fl.broadcast_parameters(parameters, 0)
         train(case, parameters, optimizer, 0, 2)
         return state, [p.detach() for p in parameters]
