@@ -1,8 +1,7 @@
-"""Farandole keeps the replicas of a model in step.
+"""Farandole averages gradients, and runs other collectives, across the processes of a training job.
 
-This module works on arrays of any library: NumPy's, on anything with the buffer protocol or DLPack,
-and on arrays on an NVIDIA GPU; it imports no framework. ``farandole.torch`` is the frontend for
-PyTorch.
+This module works on NumPy arrays, on anything with the buffer protocol or DLPack, and on arrays on
+an NVIDIA GPU. It imports no framework. ``farandole.torch`` is the frontend for PyTorch.
 
     import farandole
     import numpy as np

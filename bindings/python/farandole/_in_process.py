@@ -17,16 +17,16 @@ T = TypeVar("T")
 def in_process(size: int, timeout_s: float | None = None) -> InProcess:
     """Ranks that are threads of this process, without a launcher and without ``init()``.
 
-    ``in_process(4).run(function, *args, **kwargs)`` calls the function on four ranks, all at the
-    same time, and gives the results by rank. Each run is a job of its own, which a rank leaves when
+    ``in_process(4).run(function, *args, **kwargs)`` calls the function on four ranks at the same time, and
+    returns the results by rank. Each run is a job of its own, which a rank leaves when
     the function returns. Ranks share the interpreter, and so torch's global random generator.
 
     Args:
         size: How many ranks.
         timeout_s: For each run; None: no limit.
     Raises:
-        BaseException: What a rank raised, with a note that names the rank (Python >= 3.11). Of
-            several that of the lowest rank, where it is not a mere echo of another rank's end.
+        BaseException: A rank's exception, with a note that names the rank (Python >= 3.11). If several ranks
+            raise, that of the lowest rank whose exception is not a consequence of another rank's.
         TimeoutError: Some ranks have not returned in time; their threads are left behind.
     """
     return InProcess(size, timeout_s)

@@ -30,19 +30,19 @@ def spawn(
 ) -> SpawnContext | None:  # fmt: skip
     """Calls ``fn(rank, *args)`` in ``nprocs`` processes of this host, which are the ranks of a job.
 
-    As ``torch.multiprocessing.spawn``: the function and its arguments are pickled, so the function is one of a
-    module, and the calling script guards its own start with ``if __name__ == "__main__":``. The function calls
-    ``init()`` itself. Unless OMP_NUM_THREADS is set, the ranks share the cores.
+    It works as ``torch.multiprocessing.spawn``: it pickles the function and its arguments, so the function must be at
+    the top level of a module, and the script must guard its own start with ``if __name__ == "__main__":``. The
+    function calls ``init()`` itself. Unless OMP_NUM_THREADS is set, the ranks share the cores.
 
     Args:
         join: Whether to wait for the end.
         daemon, start_method: As for ``multiprocessing.Process``.
 
     Returns:
-        None, or without ``join`` what to wait for.
+        None; with ``join=False`` an object whose ``join(timeout)`` waits for the ranks.
 
     Raises:
-        RuntimeError: A rank failed; the others were ended. The text names the rank that failed first, and ends
+        RuntimeError: A rank failed and the others were ended; the message names the rank that failed first and ends
             with its traceback. Or this process is a rank itself.
     """
     import multiprocessing

@@ -135,19 +135,19 @@ def init(
     address: str | None = None,
     store: _store.Store | None = None,
 ) -> None:
-    """Joins the job this process was started in: by a launcher, or as the arguments say; else alone.
+    """Joins the job of this process, as the launcher or the arguments say; without either, a job of one rank.
 
     Collective: every rank calls it. Calling it again does nothing. Settings come from the
-    ``FARANDOLE_*`` and ``HOROVOD_*`` environment variables. At exit :func:`shutdown` is called.
-    Ctrl-C ends it with KeyboardInterrupt; then call it again to go on, or exit.
+    ``FARANDOLE_*`` and ``HOROVOD_*`` environment variables. :func:`shutdown` is called at exit. Ctrl-C raises
+    KeyboardInterrupt; then call ``init`` again to continue, or exit.
 
     Args:
         comm: None; or all ranks of the job, as a list or an mpi4py communicator.
-        process_sets: Sets to add at once, the same on all ranks; of those made of mpi4py
-            communicators each rank passes the ones that it is in, and all are added. "dynamic", for
-            Horovod's sake, adds none: :func:`add_process_set` can always be called.
-        rank: This process's number, 0 <= rank < size; None: as the launcher says, which is also what
-            the next two mean. What a launcher of several ranks says may be repeated, not changed.
+        process_sets: Sets to add at once, the same on all ranks. If sets are created from mpi4py
+            communicators, each rank passes those that it is in, and all are added. "dynamic" adds none (for
+            compatibility with Horovod): :func:`add_process_set` can always be called.
+        rank: This process's number, 0 <= rank < size; None, here and in the next two: as the launcher says.
+            If a launcher started several ranks, the arguments must agree with it.
         size: The number of ranks of the job.
         local_rank: This rank's number among those of its host.
         address: Where rank 0 listens, ``"host:port"`` or ``"tcp://host:port"``; or
@@ -158,14 +158,14 @@ def init(
             if it is initialized, is found without this.
 
     Raises:
-        ValueError: A setting or an argument is junk; the message names it and its range. Arguments
-            and launcher contradict each other, or nobody says where rank 0 is. ``comm`` means
-            other ranks than those of the job. A rank passed two process sets of the same ranks.
-        MismatchError: A process set was not passed by all ranks that have to.
-        OperationTimeoutError: Some rank has not come within FARANDOLE_INIT_TIMEOUT_S (60); this
-            process cannot join the job any more and should exit.
-        HorovodInternalError: The job cannot be joined; the message says why. So it is in a process
-            that a rank has started: it inherits the rank's place in the job.
+        ValueError: A setting or an argument is invalid; the message names it and its range. Arguments and
+            launcher contradict each other, or the address of rank 0 is unknown. ``comm`` has other ranks than
+            the job. A rank passed two process sets of the same ranks.
+        MismatchError: A rank did not pass a process set that it must pass.
+        OperationTimeoutError: Some rank did not join within FARANDOLE_INIT_TIMEOUT_S (60); this process
+            cannot join the job any more and should exit.
+        HorovodInternalError: The job cannot be joined; the message says why. One cause: a rank started this
+            process, which inherited the rank's variables.
     """
     if is_initialized():
         return
@@ -268,14 +268,14 @@ def _mark_copies_of_the_environment() -> None:
 
 
 def shutdown() -> None:
-    """Leaves the job once every rank does. Without :func:`init` it does nothing.
+    """Leaves the job; returns when every rank leaves. Without :func:`init` it does nothing.
 
-    It waits as long as the other ranks live. Ctrl-C ends it with KeyboardInterrupt: no collective
-    can be called any more; call it again to wait on, or exit.
+    It waits as long as the other ranks live. Ctrl-C raises KeyboardInterrupt; afterwards no collective works:
+    call ``shutdown`` again to continue to wait, or exit.
 
     Raises:
-        OperationTimeoutError: A thread of this rank is stuck inside a library and was left behind.
-        HorovodInternalError: What ended the job before.
+        OperationTimeoutError: A thread of this rank hangs inside a library and was left behind.
+        HorovodInternalError: An earlier error had ended the job; this is that error.
     """
     _close(at_exit=False)
 
@@ -326,7 +326,8 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """This process's number, 0 <= rank() < size(). ValueError when not initialized, as below."""
+    """This process's number, 0 <= rank() < size(). ValueError when not initialized, as in the functions
+    below."""
     return topology().rank
 
 
@@ -356,17 +357,17 @@ def cross_size() -> int:
 
 
 def counters() -> dict[str, int]:
-    """What the engine has done so far: messages, batches, wake-ups, bytes, by name."""
+    """Returns the engine's counters by name: messages, batches, wake-ups, bytes and others."""
     return current().core.counters()
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-    """Writes from now on what happens when, for chrome://tracing or ui.perfetto.dev.
+    """Starts to write a timeline of all operations, for chrome://tracing or ui.perfetto.dev.
 
     Args:
         file_path: A new file. ``{rank}`` in it becomes the rank, and every rank that calls this writes
             its own; without it rank 0 alone writes.
-        mark_cycles: Whether to mark the moments at which rank 0 decides what runs.
+        mark_cycles: Whether to mark rank 0's decisions.
     Raises:
         ValueError: Another file is being written.
         HorovodInternalError: The file cannot be opened.
@@ -385,14 +386,13 @@ _GLOBAL: Final = 0  # the id, and the core's uid, of the set of all ranks
 
 
 class ProcessSet:
-    """Some ranks of the job, for collectives among them; see :func:`add_process_set`.
+    """A subset of the job's ranks, for collectives among them; see :func:`add_process_set`.
 
     Args:
-        ranks_or_comm: Ranks of the job, in any order; or an mpi4py communicator, whose ranks are
-            meant.
+        ranks_or_comm: Ranks of the job, in any order; or an mpi4py communicator, for its ranks.
     Attributes:
-        process_set_id: A small number; None: it is not registered, or was removed.
-        mpi_comm: The communicator, if it was made of one.
+        process_set_id: A small number; None if the set is not registered, or was removed.
+        mpi_comm: The communicator, if the set was created from one.
     Raises:
         ValueError: A rank is no integer.
     """
@@ -452,11 +452,11 @@ def add_process_set(process_set: ProcessSet | Sequence[int] | Any) -> ProcessSet
     Collective: every rank of the job calls it, member or not, in the same order.
 
     Args:
-        process_set: A :class:`ProcessSet`, or what one is made of.
+        process_set: A :class:`ProcessSet`, or an argument for one.
     Returns:
         The set.
     Raises:
-        ValueError: There is such a set already; a rank does not exist or repeats; there is none.
+        ValueError: The set exists already; a rank does not exist or repeats; the set is empty.
         MismatchError: Ranks passed different sets.
     """
     if not isinstance(process_set, ProcessSet):
@@ -477,12 +477,13 @@ def add_process_set(process_set: ProcessSet | Sequence[int] | Any) -> ProcessSet
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Ends a process set: what is ready on all its members runs, the rest fails with AbortedError.
+    """Removes a process set. Operations that are ready on all its members still run; the others fail with
+    AbortedError.
 
     Collective: every rank of the job calls it, member or not, in the same order.
 
     Returns:
-        False for the global set and for one that is not registered, which stay as they are.
+        Whether it was removed: False for the global set and for one that is not registered.
     """
     context = current()
     number = process_set.process_set_id
@@ -527,7 +528,7 @@ _THREAD_MULTIPLE: Final = 3  # MPI_THREAD_MULTIPLE of Open MPI, MPICH and MPI's 
 
 
 def mpi_built() -> bool:
-    """Whether Farandole can run under MPI: its plug-in for MPI is there."""
+    """Whether Farandole can run under MPI: its MPI plug-in is installed."""
     return _MPI_PLUGIN.exists()
 
 
@@ -541,7 +542,7 @@ def _mpi() -> ctypes.CDLL | None:
 
 
 def mpi_enabled() -> bool:
-    """Whether this job's ranks talk over MPI."""
+    """Whether the ranks of this job communicate over MPI."""
     return _mpi() is not None
 
 
@@ -582,7 +583,7 @@ gloo_enabled = ddl_built = ccl_built = rocm_built = gloo_built
 
 
 def is_homogeneous() -> bool:
-    """Whether all hosts have as many ranks. ValueError when not initialized."""
+    """Whether all hosts have the same number of ranks. ValueError when not initialized."""
     return current(ValueError).is_homogeneous
 
 

@@ -14,25 +14,26 @@ latest: list[Any] = []
 
 
 class HorovodInternalError(RuntimeError):
-    """A collective did not complete. Base of the more precise errors below.
+    """A collective did not complete. The base of the errors below.
 
-    An error called final ends the work of all ranks: every later operation raises the same until the
-    next ``init()``. On the other ranks it reads "rank 3 failed: ...", with the cause.
+    A final error ends the work of all ranks: every later operation raises the same error until the next
+    ``init()``. On the other ranks its message is "rank 3 failed: ..." with the cause.
 
     Attributes:
-        failed_ranks: The ranks that failed, ascending; empty where none did, as in a mismatch, or
-            where nobody knows which.
-        cause: What failed on the first of them, without names in front; None: unknown, as below,
-            where all attributes are of that rank.
-        tensor: The name of the operation that failed, or in a group of the tensor; None: not one.
+        failed_ranks: The ranks that failed, ascending; empty if none failed, as in a mismatch, or if it is
+            unknown.
+        cause: What failed on the first of these ranks; None: unknown. The attributes below also describe that
+            rank.
+        tensor: The name of the failed operation, or of the tensor if it was a group; None: no operation
+        failed.
         kind: "killed", "exited", "out of memory", "stopped", "frozen", "link down", "diverged",
-            "blocked in python", "blocked in c", or "error": its engine, or a library, reported one.
-        signal: The number of the signal that killed it.
-        exit_code: Of a process that exited before it left the job.
-        host: Its host.
-        pid: Its process.
-        last: Its last operation, such as ``allreduce "loss"``.
-        last_age_s: Seconds from that to the failure.
+            "blocked in python", "blocked in c", or "error": its engine or a library reported an error.
+        signal: The number of the signal that killed the rank.
+        exit_code: The exit code of a rank that exited before it left the job.
+        host: The rank's host.
+        pid: The rank's process id.
+        last: The rank's last operation, such as ``allreduce "loss"``.
+        last_age_s: Seconds from the submission of that operation to the failure.
     """
 
     failed_ranks: tuple[int, ...] = ()
@@ -52,7 +53,7 @@ class HorovodInternalError(RuntimeError):
 
 
 class MismatchError(HorovodInternalError):
-    """Ranks disagree about one operation, which was refused on all of them; the next one works."""
+    """Ranks disagree about one operation. All of them raise this error; the next operation works."""
 
 
 class PeerLostError(HorovodInternalError):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # imported below where it is used: see ops._with_numbers
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Gives every rank the object of ``root_rank``.
+    """Sends the object of ``root_rank`` to every rank.
 
     Args:
         obj: Anything that can be pickled; only the root's matters.
@@ -39,7 +39,8 @@ def broadcast_object(
         HorovodInternalError: On every rank, if the root's object cannot be pickled, or must not
             be: FARANDOLE_ALLOW_PICKLE=0.
         ValueError: There is no such rank.
-        KeyboardInterrupt: The other ranks may wait for ``synchronize(interrupted())`` here.
+        KeyboardInterrupt: Ctrl-C. The other ranks may wait until this rank calls
+            ``synchronize(interrupted())``.
     """
     return broadcast_made(lambda: obj, root_rank, name, process_set)
 
@@ -95,7 +96,7 @@ class _Broadcast:
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Gives every rank the objects of all ranks.
+    """Gathers the objects of all ranks on every rank.
 
     Args:
         obj: Anything that can be pickled.

@@ -56,8 +56,8 @@ def allreduce(
     """Combines ``tensor`` over all ranks.
 
     Args:
-        tensor: Array of any shape, the same on all ranks. A strided one in host memory is copied;
-            on a GPU, and to be changed in place, it must be C-contiguous.
+        tensor: Array of any shape, the same on all ranks. A strided array in host memory is copied; on a GPU,
+            and for in-place calls, it must be C-contiguous.
         name: The same on all ranks; None: matched by the order of the unnamed calls.
         op: Average (default), Sum, Min, Max or Product. Averages of integers are exact, then
             truncate toward zero; bool knows Min, Max and Product.
@@ -65,7 +65,7 @@ def allreduce(
         postscale_factor: Multiplies the result.
         process_set: The ranks that take part, of which this one is.
     Returns:
-        A new array with the result, bitwise the same on all ranks of a host.
+        A new array with the result, bitwise the same on all ranks.
     Raises:
         MismatchError: Ranks passed different shapes, dtypes, operations or factors.
         TypeError: ``tensor`` has no usable dtype or is no array.
@@ -136,7 +136,7 @@ def grouped_allreduce_async_(
 def broadcast(
     tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Gives every rank the values of ``root_rank``.
+    """Copies the values of ``root_rank`` to every rank.
 
     Args:
         tensor: Array of the same shape and dtype on all ranks, of any dtype; only the root's values
@@ -177,19 +177,19 @@ def broadcast_async_(
 def allgather(
     tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set, *, out: Any = None
 ) -> Any:
-    """Gives every rank the rows of all ranks, in rank order.
+    """Gathers the rows of all ranks on every rank, in rank order.
 
     Args:
         tensor: Array of shape [rows, ...], of any dtype: the number of rows may differ between ranks
             and be 0, the other dimensions and the dtype may not.
         name, process_set: As for :func:`allreduce`.
-        out: None, or an array for the result, which is then returned: contiguous, of the tensor's dtype
-            and on its device, apart from it. Each rank decides for itself.
+        out: An array for the result, or None. It is contiguous, has the tensor's dtype and device, and does
+            not overlap the tensor. Ranks may differ in it.
     Returns:
         A new array of shape [sum of all rows, ...], or ``out``.
     Raises:
-        MismatchError: Ranks passed different dtypes or dimensions after the first; on this rank alone:
-            other numbers of rows came than ``out`` has, which was not written.
+        MismatchError: Ranks passed different dtypes or dimensions after the first. On this rank alone: the
+            received rows do not fit ``out``, which was not written.
         ValueError: A scalar; the name is in flight already; ``out`` cannot be used.
     """
     return run(gather_options(process_set), tensor, name, out=out)
@@ -221,7 +221,7 @@ def reducescatter(
     tensor: Any, name: str | None = None, op: int | None = None, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set, *, out: Any = None,
 ) -> Any:  # fmt: skip
-    """As :func:`allreduce`, but every rank gets a part of the result's rows only.
+    """As :func:`allreduce`, but every rank gets only its split of the result's rows.
 
     Args:
         tensor: Array of shape [rows, ...], the same on all ranks.
@@ -271,17 +271,17 @@ def alltoall(
     tensor: Any, splits: Any = None, name: str | None = None,
     process_set: ProcessSet = global_process_set, *, out: Any = None,
 ) -> Any:  # fmt: skip
-    """Gives every rank a part of this rank's rows, and this rank a part of everybody's.
+    """Sends a slice of this rank's rows to each rank, and receives a slice from each.
 
     Args:
         tensor: Array of shape [rows, ...], of any dtype: the first rows go to rank 0, the next to
             rank 1, and so on. The dimensions after the first and the dtype are the same on all ranks.
-        splits: Integers, how many rows go to each rank; what they leave over goes nowhere. None:
-            the same number to each, of which the rows must be a multiple.
+        splits: Integers, how many rows go to each rank; remaining rows are not sent. None: the same number to
+            each rank; the number of rows must be a multiple of the number of ranks.
         name, process_set: As for :func:`allreduce`.
         out: As for :func:`allgather`.
     Returns:
-        A new array with the rows that came, in rank order, or ``out``. With ``splits`` also how many came from
+        A new array with the received rows, in rank order, or ``out``. With ``splits`` also how many came from
         each rank: NumPy int64 [size].
     Raises:
         MismatchError: As for :func:`allgather`.
@@ -296,8 +296,8 @@ def alltoall_async(
     tensor: Any, splits: Any = None, name: str | None = None,
     process_set: ProcessSet = global_process_set, *, out: Any = None,
 ) -> Handle:  # fmt: skip
-    """As :func:`alltoall`; ``synchronize`` the handle, which always gives both, the rows that came
-    and how many from each rank. Leave ``tensor`` and ``out`` alone until then."""
+    """As :func:`alltoall`; ``synchronize`` the handle, which always returns both, the received rows and how
+    many came from each rank. Leave ``tensor`` and ``out`` alone until then."""
     how, core = exchange_options(process_set), basics.current().core
     handle: Handle = core.submit(how, tensor, name, 0, _with_numbers, splits=splits, out=out)
     return handle
@@ -310,11 +310,11 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join(device: int = -1) -> int:
-    """Says that this rank has no more data: it takes part in the others' collectives without a
-    contribution until every rank has joined.
+    """Announces that this rank has no more data. It takes part in the other ranks' collectives without a
+    contribution, and returns when every rank has joined.
 
-    It has no rows to give to an allgather, and while it has joined the others cannot run an
-    alltoall. What was started before is complete.
+    It contributes no rows to an allgather. While a rank has joined, others cannot run an alltoall. Operations
+    that this rank started before are complete when ``join`` returns.
 
     Args:
         device: Ignored; for compatibility with Horovod.
@@ -327,9 +327,9 @@ def join(device: int = -1) -> int:
 
 
 def poll(handle: Handle) -> bool:
-    """Whether the operation has finished, well or not, so that ``synchronize`` would not block.
+    """Whether the operation has succeeded or failed, so that ``synchronize`` would not block.
 
-    On a GPU: whether it is in a stream, so that other streams can wait for it.
+    On a GPU: whether it has been launched in a stream, so that other streams can wait for it.
 
     Raises:
         ValueError: Not a handle, or one that was synchronized before.
@@ -342,14 +342,13 @@ def poll(handle: Handle) -> bool:
 def synchronize(handle: Handle) -> Any:
     """Waits for an asynchronous operation.
 
-    On a GPU it waits until the operation is in a stream, and makes the calling thread's current
-    stream wait for the rest: what is put into that stream from now on sees the result. The host
-    goes on.
+    On a GPU it waits only until the operation is launched in a stream, and makes the calling thread's current
+    stream wait for the result. Work that is enqueued in that stream afterwards sees the result.
 
     Returns:
         The result: for an in-place operation the object that was passed in.
     Raises:
-        HorovodInternalError: The operation failed; MismatchError and the others tell how.
+        HorovodInternalError: The operation failed; its subclass says how.
         ValueError: Not a handle, or one that was synchronized before.
     """
     if not isinstance(handle, Handle):
@@ -362,16 +361,16 @@ def _refuse(handle: object) -> NoReturn:
 
 
 def interrupted(name: str | None = None) -> Handle:
-    """The handle of a blocking call that an exception ended, such as KeyboardInterrupt.
+    """Returns the handle of a blocking call that an exception, such as KeyboardInterrupt, interrupted.
 
-    Its operation goes on, as the other ranks count on it, and its name is in use until it has
-    finished; ``synchronize`` waits for that and gives what the call would have returned. To call
-    the function again then is another operation, for which all ranks must call it again.
+    The operation continues, because the other ranks need it, and its name is in use until it has finished.
+    ``synchronize`` waits for it and returns what the call would have returned. Calling the function again is
+    another operation, which all ranks must call.
 
     Args:
-        name: Of the call; None: of the last such call, whatever its name.
+        name: The name of the call; None: the last interrupted call.
     Raises:
-        ValueError: There is none that was not synchronized.
+        ValueError: There is no such call, or it was synchronized already.
         HorovodInternalError: Not initialized.
     """
     handle = basics.current().core.find_interrupted(name)

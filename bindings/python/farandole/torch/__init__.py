@@ -1,10 +1,10 @@
 """Farandole for PyTorch, with the names and the meaning of ``horovod.torch``.
 
-    import farandole.torch as fl
+    import farandole.torch as hvd
 
-    fl.init()
-    fl.broadcast_parameters(model.state_dict(), root_rank=0)
-    optimizer = fl.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    hvd.init()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
 The gradients are averaged over all ranks when ``backward()`` returns.
 """

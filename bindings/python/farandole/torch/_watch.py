@@ -61,17 +61,16 @@ def watch(group: Any = None, on_failure: str = "exit") -> None:
         dist.init_process_group("nccl")
         farandole.torch.watch()
 
-    Collective: all ranks of the group call it, at the same place of their programs; ranks that are not in the group
-    may. From then on, what goes wrong is said in one line on stderr, on every rank of the group: ranks that call
-    different collectives, within about 0.1 s and with both calls and their lines; a rank that dies or is stopped;
-    after FARANDOLE_STALL_WARNING_S, which ranks have not made a call that others have made, and where they are. The
-    last is a failure only after FARANDOLE_STALL_SHUTDOWN_S, if that is set. After a failure every further collective
-    of the group raises it.
+    Collective: all ranks of the group call it at the same place of their programs; other ranks may, too. From then on
+    every rank of the group prints one line to stderr when ranks call different collectives (within about 0.1 s, with
+    both calls and their lines), when a rank dies or is stopped, and when some ranks have not made a call that others
+    made FARANDOLE_STALL_WARNING_S ago (with the places of the missing ranks). The last is a failure only after
+    FARANDOLE_STALL_SHUTDOWN_S, if set. After a failure every further collective of the group raises it.
 
     Args:
         group: None: the default group.
-        on_failure: "exit": a process that is still inside a collective of the group 2 s after a failure, and could
-            wait there until torch's time-out, ends with code 1. "raise": it is left alone.
+        on_failure: "exit": a process that is still inside a collective of the group 2 s after a failure ends with
+            exit code 1, as it could otherwise wait until torch's time-out. "raise": such a process is not ended.
     Raises:
         ValueError: Another ``on_failure``.
         HorovodInternalError: The ranks did not meet at the group's store.

@@ -58,10 +58,10 @@ class BF16Compressor(Compressor):
 class Int8Compressor(Compressor):
     """Between hosts, float32 travels as int8 with a scale for each 256 elements: 0.254 of the bytes.
 
-    What rounding leaves over is kept on the rank that rounds and added the next time (error feedback), as long as
-    the name, shape and options of the tensor stay; a call without a name has none. Within a host, in sets of one
-    host, for other dtypes, operations and tensors on GPUs nothing is rounded. ``compress`` changes nothing: the
-    rounding is part of the reduction.
+    The rank that rounds keeps the rounding error and adds it the next time (error feedback), as long as the name,
+    shape and options of the tensor stay the same; a call without a name has no error feedback. Nothing is rounded
+    within a host, for other dtypes and operations, and on GPUs. ``compress`` returns its input: the reduction itself
+    rounds.
     """
 
     wire = 3
@@ -78,15 +78,15 @@ class Compression:
 
 @dataclasses.dataclass(frozen=True)
 class PowerSGD:
-    """Gradients of matrices travel as two thin ones: ``compression=PowerSGD(rank=4)`` of a DistributedOptimizer.
+    """Sends a gradient as two thin matrices: ``compression=PowerSGD(rank=4)`` of a DistributedOptimizer.
 
-    A gradient [rows, ...], seen as a matrix [rows, columns], takes ``rank * (rows + columns)`` float32 on the wire in
-    the place of ``rows * columns``; one where that is more than half, and a vector, travels as it is. What an
-    approximation leaves out is kept on each rank and added to the next gradient (error feedback). Needs op=Average.
-    Ranks multiply the results for themselves: on unlike processors they may differ in the last bits.
+    A gradient [rows, ...], seen as a matrix [rows, columns], takes ``rank * (rows + columns)`` float32 on the wire
+    instead of ``rows * columns``. If that is more than half, and for a vector, the gradient travels as it is. Each
+    rank keeps what the approximation leaves out and adds it to its next gradient (error feedback). Needs op=Average.
+    Each rank multiplies the matrices itself: on different processors the last bits of the results may differ.
 
     Attributes:
-        rank: Of the approximation; 1 or more, usually 1 to 8. Higher is nearer, and costs more.
+        rank: The rank of the approximation; 1 or more, usually 1 to 8. A higher rank is more exact and costs more.
     """
 
     rank: int = 4

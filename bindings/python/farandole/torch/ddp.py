@@ -55,14 +55,14 @@ _ranks: weakref.WeakKeyDictionary[basics.Context, _Ranks] = weakref.WeakKeyDicti
 
 
 def ddp_hook(state: Any, bucket: Any) -> Any:
-    """Averages the gradients of torch's DistributedDataParallel over Farandole's ranks, beside any process group.
+    """Averages the gradients of torch's DistributedDataParallel over Farandole's ranks, with any process group.
 
         farandole.torch.init()
         model = DistributedDataParallel(model)
         model.register_comm_hook(farandole.torch.Compression.bf16, farandole.torch.ddp_hook)
 
-    The process group still serves what DDP does once, such as the broadcast of the parameters. It must have the
-    same ranks as ``farandole.init()``, over all of which gradients are averaged.
+    DDP still uses the process group for its other communication, such as the broadcast of the parameters. It must
+    have the same ranks as ``farandole.init()``; gradients are averaged over all of them.
 
     Args:
         state: How gradients travel, as ``compression=`` of :func:`farandole.torch.allreduce`; None: as they are.

@@ -1,6 +1,6 @@
 """The names of ``horovod.torch.elastic``: commit in memory, and go on from there after a failure.
 
-The world is fixed: the ranks of a job are those it was started with, and one that is gone ends it.
+The number of ranks is fixed: the loss of a rank ends the job.
 docs/training.md, "Commit and restore", has an example.
 """
 
@@ -74,7 +74,7 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Does nothing: the world is fixed, so no :class:`HostsUpdatedInterrupt` is ever raised."""
+        """Does nothing: the number of ranks is fixed, so :class:`HostsUpdatedInterrupt` is never raised."""
 
     def save(self) -> None:
         """Keeps a copy of the state in memory."""

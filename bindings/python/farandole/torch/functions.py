@@ -33,7 +33,7 @@ def broadcast_parameters(
         process_set: The ranks that take part, of which this one is.
     Raises:
         MismatchError: Ranks passed different names, shapes or dtypes; the message says which.
-        ValueError: ``params`` is nothing of the above; there is no such rank.
+        ValueError: ``params`` is none of the above; there is no such rank.
     """
     named = [(name, tensor) for name, tensor in _named(params) if tensor is not None]
     for name, tensor in named:
@@ -62,10 +62,11 @@ def broadcast_optimizer_state(
     model: object = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Gives every rank the options and the state of the root's optimizer, without a step.
+    """Copies the options and the state of the root's optimizer to every rank, without a step.
 
-    The state is whatever can be pickled (FARANDOLE_ALLOW_PICKLE=0 leaves all that torch's own
-    optimizers need): what only the root has appears elsewhere, what only others have goes.
+    The state may be anything that can be pickled (with FARANDOLE_ALLOW_PICKLE=0, what torch's own optimizers
+    need). State that only the root has is created on the other ranks, and state that the root does not have
+    is removed.
 
     Args:
         optimizer: Wrapped or not; of the same class and with the same parameters on every rank.
@@ -200,11 +201,11 @@ def check_replicas(model: torch.nn.Module, every: int = 1, process_set: ProcessS
     Args:
         model: The same parameters, in the same order, on every rank. Buffers are not compared: running means of
             batch normalisation differ between ranks in ordinary training.
-        every: Only each such call for this model compares, from the ``every``-th on.
+        every: Only each ``every``-th call for this model compares.
         process_set: The ranks that take part, of which this one is.
     Raises:
-        MismatchError: On every rank: the message names the first parameter that differs, and the ranks by what
-            they have. Its ``tensor`` is the parameter's name. Also if the models have other parameters.
+        MismatchError: On every rank: the message names the first parameter that differs, and which ranks are
+            alike. Its ``tensor`` is the parameter's name. Also if the models have different parameters.
         ValueError: ``every`` is less than 1.
     """
     if every < 1:
@@ -263,7 +264,7 @@ def sparse_allreduce_async(
         op: Average (default) or Sum. Averages of integers truncate toward zero element by element.
         process_set: The ranks that take part, of which this one is.
     Returns:
-        What waits for the result and gives it: a new, coalesced tensor.
+        A function that waits for the result and returns it: a new, coalesced tensor.
     Raises:
         TypeError: ``tensor`` is not of that layout.
         ValueError: Another ``op``.

@@ -56,8 +56,8 @@ def metric_average(metrics: Any, name: str | None = None, weight: float | None =
         metrics: A tree of the same structure on every rank; tensors may be partly in host memory
             and partly on this rank's GPU.
         name: As for :func:`allreduce`.
-        weight: How much this rank's metrics count, usually the number of samples they are a mean
-            of; those of weight 0 count nothing, be they NaN. None on every rank: all count the same.
+        weight: The weight of this rank's metrics, usually the number of samples that they average. Metrics of
+            weight 0 are ignored, even NaN. None on every rank: all ranks have the same weight.
         process_set: Whose metrics; None: those of all ranks.
     Returns:
         The same on every rank: floats for numbers; for tensors tensors of their dtype, or of torch's
@@ -105,10 +105,10 @@ def evaluate(
     docs/training.md, "Metrics and evaluation", has an example.
 
     Args:
-        model: Its modules have their modes back afterwards.
+        model: Its modules return to their training or eval mode afterwards.
         batches: This rank's.
-        measure: Gives a tree of means over the batch, of the same structure and shapes everywhere,
-            and the number of samples. It calls no collective.
+        measure: Returns a tree of means over the batch, of the same structure and shapes on every rank, and
+            the number of samples. It must not call a collective.
         process_set: Whose batches; None: those of all ranks.
     Returns:
         The tree on every rank, with floats for numbers and for tensors of one value, and float64

@@ -67,7 +67,7 @@ def allreduce(
         postscale_factor: Multiplies the result.
         process_set: The ranks that take part, of which this one is.
     Returns:
-        A new tensor on the same device, bitwise the same on all ranks of a host.
+        A new tensor on the same device, bitwise the same on all ranks.
     Raises:
         MismatchError: Ranks passed different shapes, dtypes, operations or factors.
         ValueError: ``average`` and ``op`` are both given; the dtype is not supported.

@@ -22,10 +22,11 @@ from farandole.torch.compression import Compression, PowerSGD, native_wire
 
 @runtime_checkable
 class Distributed(Protocol):
-    """What an optimizer gains by :func:`DistributedOptimizer`; ``isinstance`` tells whether one has it."""
+    """The methods that :func:`DistributedOptimizer` adds; ``isinstance`` says whether an optimizer is
+    wrapped."""
 
     def synchronize(self) -> None:
-        """Completes the gradients of the backward passes so far, which ``step()`` otherwise does."""
+        """Completes the reduction of the gradients so far, which ``step()`` otherwise does."""
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
         """Around a ``step()`` that takes the gradients as ``synchronize()`` left them."""
@@ -38,7 +39,7 @@ class Distributed(Protocol):
 
 
 class WrappedOptimizer(torch.optim.Optimizer, Distributed):
-    """What type checkers see in a wrapped optimizer, whose class is its own at run time."""
+    """The type of a wrapped optimizer for type checkers; at run time the optimizer keeps its class."""
 
 
 def DistributedOptimizer(
@@ -60,94 +61,88 @@ def DistributedOptimizer(
 ) -> WrappedOptimizer:
     """Makes ``backward()`` reduce the gradients of this optimizer's parameters over all ranks.
 
-    They are final when the outermost ``backward()`` returns, so clipping, unscaling and logging
-    need nothing special. With one rank nothing at all changes.
+    Gradients are final when the outermost ``backward()`` returns, so clipping, unscaling and logging need no
+    extra call. With one rank nothing changes.
 
-    Between two calls of ``step()`` every rank runs the same number of backward passes, those in
-    ``no_sync()`` included; a rank may also run none. Otherwise all ranks get a MismatchError that
-    names the step, the ranks and what each did, from the ``backward()`` or ``step()`` in which they
-    meet. Steps count from 1 at the wrap, and again after a ``join()`` and after a failed round.
+    Between two calls of ``step()`` every rank must run the same number of backward passes, those in
+    ``no_sync()`` included; a rank may also run none. Otherwise all ranks get a MismatchError in
+    ``backward()`` or ``step()`` that names the step, the ranks and what each did. Steps are counted from 1
+    when the optimizer is wrapped, after a ``join()`` and after a failed round.
 
-    Gradients that were written without a backward pass, and those assigned after one
-    (``p.grad = ...``), are reduced in ``step()``; with op=Sum one that takes the place of a reduced
-    gradient is refused. What is written in place after ``backward()``, as by clipping, and whatever
-    comes after ``synchronize()``, is used as it is. A gradient that is written to while it travels
-    is refused by name. Memory that ``.grad`` shares with other tensors is not written: such a
-    gradient is copied first, except where the user has placed it there, as in a flat buffer. A
-    write of which the tensor's version says nothing (through ``.data`` or NumPy) is seen only with
-    op=Average and where no backward pass ran since the last step. Parameters may change their
-    shape through ``.data`` between a step and the next forward, on all ranks alike. Between two
-    steps one thread calls ``backward()``; another gets a RuntimeError.
+    ``step()`` reduces gradients that were written without a backward pass, or assigned after one (``p.grad =
+    ...``); with op=Sum it refuses one that replaces a reduced gradient. Changes in place after
+    ``backward()``, such as clipping, and any after ``synchronize()``, are used as they are. Writing to a
+    gradient during its reduction is an error that names it. If autograd's ``.grad`` shares memory with other
+    tensors, the gradient is copied first; one that you placed yourself, for example in a flat buffer, is
+    reduced in place. A write that does not change the tensor's version (through ``.data`` or NumPy) is
+    detected only with op=Average, and only if no backward pass ran since the last step. Parameters may change
+    their shape through ``.data`` between a step and the next forward, in the same way on all ranks. Only one
+    thread may call ``backward()`` between two steps; another gets a RuntimeError.
 
-    On a GPU "final" is meant in the order of streams: the current stream of the thread that called
-    ``backward()``, or ``step()``, waits for the results, as for what backward itself computed. A
-    backward that is captured into a CUDA graph is refused.
+    On a GPU "final" means in stream order: the current stream of the thread that called ``backward()`` or
+    ``step()`` waits for the results, as for what backward itself computed. Capturing such a backward into a
+    CUDA graph is refused.
 
     Args:
         optimizer: Any torch optimizer; its parameters are the same on all ranks.
         named_parameters: Names for messages, usually ``model.named_parameters()``.
         compression: How gradients travel: a choice of ``Compression``, ``PowerSGD(rank)``, or a
             class of your own with ``compress(tensor) -> (tensor, context)`` and
-            ``decompress(tensor, context)``; what it makes is reduced as it is. Sparse gradients
-            travel uncompressed.
+            ``decompress(tensor, context)``; the compressed tensor is what is reduced. Sparse gradients travel
+            uncompressed.
         backward_passes_per_step: Passes whose gradients are summed on each rank before they are
             reduced. The mean divides by the number of ranks only; ``step()`` in between reduces
             the passes seen.
-        op: Average or Sum. Adasum: each rank takes ``step()`` with its own gradients, and what it
-            changes is combined adaptively; ``groups``, ``sparse_as_dense``, ``complete``,
-            ``overlap`` and ``reduce_loss`` mean nothing then, and gradients stay this rank's own.
+        op: Average, Sum or Adasum. With Adasum each rank takes ``step()`` with its own gradients, and the
+            changes of the parameters are combined; ``groups``, ``sparse_as_dense``, ``complete``, ``overlap``
+            and ``reduce_loss`` are then ignored, and gradients stay this rank's own.
         gradient_predivide_factor: With Average: divide by this before and by size() / this after
             the sum.
         num_groups: Deprecated: ``groups``.
-        groups: An integer: cut the gradients into about so many groups. A list of lists of
-            parameters is accepted and changes nothing: gradients are grouped by the order in which
-            they become ready.
-        sparse_as_dense: Sparse gradients travel as dense ones, and are sparse again afterwards;
+        groups: An integer: the approximate number of groups of gradients. A list of lists of parameters has
+            no effect: gradients are grouped in the order in which they become ready.
+        sparse_as_dense: Whether sparse gradients travel as dense tensors and become sparse again afterwards;
             otherwise their rows are gathered.
-        process_set: The ranks that share the gradients. On another rank nothing changes.
-        complete: When gradients are final: "backward": when it returns; "step": in ``step()`` or
-            ``synchronize()``, as with Horovod; with a ``torch.amp.GradScaler`` also in its
-            ``unscale_()`` and ``step()``, so that all ranks see the same infinities.
-        overlap: Gradients are sent during the backward pass, each when it has been accumulated as
-            often as in earlier passes. False: all are sent at the end of the pass, which is slower
-            and right for models that accumulate a gradient a varying number of times per pass, as
-            loops over a checkpointed layer (``use_reentrant=True``) do. Ranks may differ in it.
-        reduce_loss: Whether ``step(closure)`` reduces the number that the closure returns over the
-            ranks, as the gradients are. None: where ``step()`` may evaluate it more than once,
-            guided by the loss, as LBFGS does. That is so unless ``step()`` is that of another
-            optimizer of torch's; these give every rank its own loss. Anything but a number, such as
-            a dictionary, comes back as it is.
-        gradient_as_bucket_view: Gradients in host memory lie in memory that the ranks of a host
-            share, and are reduced there without a copy; results are the same. After a pass
-            ``.grad`` is a tensor in that memory, the same one in every step. ``zero_grad()`` takes
-            it away, autograd makes a new tensor, and that is copied there, as is what is assigned
-            to ``.grad``: this costs about what it saves, and ``share_gradients`` is the better
-            choice. After ``zero_grad(set_to_none=False)``, and in passes that accumulate, autograd
-            adds to it in place, and the reduction takes about half the memory traffic.
-            Gradients that are sparse, on a GPU, compressed by a class, of a parameter that is not
-            in C order, or of torch < 2.10 stay as they are; those that are reduced together with
-            one of them, with ``gradient_predivide_factor``, or between hosts are copied. Ranks may
-            differ in it. Do not keep memory of ``.grad`` for later steps.
-        share_gradients: Autograd makes gradients in memory that the ranks of a host share, and they
-            are reduced there without a copy; results are the same. For that torch's allocator of
-            host memory is replaced by one that gives such a block to whatever a backward pass
-            allocates of a gradient's size, and all else to the allocator before. It is compiled
-            with the system's C++ compiler when it is first used, in about ten seconds, and kept in
-            ``~/.cache/farandole``. The blocks take up the memory of one gradient per parameter, and
-            of one more of each size up to 1 MiB, also while there are none. ``.grad`` may be kept;
-            the next one is then made elsewhere and copied, as is one whose block a temporary tensor
-            of its size has got. Else what is copied is as with ``gradient_as_bucket_view``, except
-            that channels-last order and older torch are as good as others. Ranks may differ in it.
+        process_set: The ranks that share the gradients. On other ranks the optimizer stays plain.
+        complete: When gradients are final. "backward": when ``backward()`` returns. "step": in ``step()`` or
+            ``synchronize()``, as with Horovod, and in ``unscale_()`` and ``step()`` of a
+            ``torch.amp.GradScaler``, so that all ranks see the same infinities.
+        overlap: Whether each gradient is sent during the backward pass, once it has been accumulated as often
+            as in earlier passes. False: all are sent at the end of the pass. This is slower, and needed for
+            models that accumulate a gradient a varying number of times per pass, such as loops over a
+            checkpointed layer (``use_reentrant=True``). Ranks may differ in it.
+        reduce_loss: Whether ``step(closure)`` reduces the number that the closure returns over the ranks, as
+            it reduces the gradients. None: only if the loss may decide how often ``step()`` evaluates the
+            closure. That is so for LBFGS and for optimizers that are not torch's; torch's other optimizers
+            return each rank's own loss. Anything but a number, such as a dictionary, is returned unchanged.
+        gradient_as_bucket_view: Whether gradients in host memory lie in memory that the ranks of a host
+            share, where they are reduced without a copy. Results are the same. After a pass ``.grad`` is a
+            tensor in that memory, the same one in every step, so do not keep it for later steps. After
+            ``zero_grad()`` autograd creates a new tensor, which is copied there, as is a tensor assigned to
+            ``.grad``: this costs about what it saves, and ``share_gradients`` is the better choice. After
+            ``zero_grad(set_to_none=False)``, and in passes that accumulate, autograd adds in place, and the
+            reduction takes about half the memory traffic. Gradients that are sparse, on a GPU, compressed by
+            a class, of a parameter not in C order, or of torch < 2.10 are not placed there. Gradients that
+            are reduced together with one of these, with ``gradient_predivide_factor``, or between hosts, are
+            copied. Ranks may differ in it.
+        share_gradients: Whether autograd allocates gradients in memory that the ranks of a host share, where
+            they are reduced without a copy. Results are the same. This replaces torch's allocator of host
+            memory by one that returns a shared block when a backward pass allocates a gradient's size, and
+            forwards all other requests to the previous allocator. The system's C++ compiler compiles it when
+            it is first used, in about ten seconds, into ``~/.cache/farandole``. The blocks always take the
+            memory of one gradient per parameter, and of one more of each size up to 1 MiB. You may keep
+            ``.grad``; the next gradient is then allocated elsewhere and copied, as is one whose block a
+            temporary tensor of the same size has taken. Otherwise copies are made as with
+            ``gradient_as_bucket_view``, but channels-last order and older torch need none. Ranks may differ
+            in it.
     Returns:
-        ``optimizer`` itself. Its class stays as it is; it gains ``no_sync()``,
-        ``set_backward_passes_per_step()``, and, rarely needed, ``synchronize()`` and
-        ``skip_synchronize()``. Copies and pickles are plain optimizers; :func:`unwrap` makes this
-        one plain again.
+        ``optimizer`` itself, of the same class, with the additional methods ``no_sync()``,
+        ``set_backward_passes_per_step()``, and, rarely needed, ``synchronize()`` and ``skip_synchronize()``.
+        Copies and pickles are plain optimizers; :func:`unwrap` makes this one plain again.
     Raises:
-        ValueError: An argument has no such value, or does not go with ``op=Adasum``; names are
-            missing or used twice; gradients have a dtype that cannot be reduced; it is wrapped
-            already; DistributedDataParallel or FSDP reduces the gradients; Farandole has not been
-            initialized.
+        ValueError: An argument is invalid, or does not work with ``op=Adasum``; names are missing or used
+            twice; gradients have a dtype that cannot be reduced; the optimizer is wrapped already;
+            DistributedDataParallel or FSDP reduces the gradients; Farandole is not initialized.
         RuntimeError: ``share_gradients`` finds no C++ compiler.
     """
     named = _parameters.name_parameters(optimizer, named_parameters)
@@ -197,19 +192,19 @@ def DistributedOptimizer(
 
 
 def unwrap(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Makes a wrapped optimizer a plain one again, whose gradients are this rank's own.
+    """Turns a wrapped optimizer into a plain one, whose gradients are this rank's own.
 
-    Its state and options stay. All ranks call it at the same point; nothing is exchanged. It can be
-    wrapped again, with other arguments too. A parameter that another wrapped optimizer holds as well
-    is reduced for that one on.
+    Its state and options stay. All ranks call it at the same point; it does not communicate. You can wrap the
+    optimizer again, also with other arguments. A parameter that another wrapped optimizer also holds is still
+    reduced for that one.
 
     Args:
-        optimizer: What DistributedOptimizer gave; also after ``shutdown()``.
+        optimizer: A wrapped optimizer; also after ``shutdown()``.
     Returns:
         ``optimizer`` itself.
     Raises:
-        ValueError: It is not wrapped; or gradients are accumulated or sent that ``step()`` or
-            ``synchronize()`` has to complete first.
+        ValueError: The optimizer is not wrapped; or ``step()`` or ``synchronize()`` must first complete
+            gradients that were accumulated or sent.
     """
     steps = steps_of(optimizer)
     if steps is None:

@@ -26,10 +26,10 @@ _OF_TORCH: Final = (
 class SyncBatchNorm(_BatchNorm):
     """Normalizes each channel as ``BatchNorm`` does on the concatenated batch of all ranks.
 
-    Ranks may have batches of different sizes, also none. In training mode every rank runs it, forward
-    and backward, the same number of times. In eval mode, and with one rank, it is torch's own batch
-    norm and communicates nothing. Gradients of ``weight`` and ``bias`` are those of this rank's batch:
-    ``DistributedOptimizer`` reduces them, as any. Statistics are combined in float64.
+    Batches may differ in size between ranks and may be empty. In training mode every rank must run it,
+    forward and backward, the same number of times. In eval mode, and with one rank, it is torch's own batch
+    norm and communicates nothing. Gradients of ``weight`` and ``bias`` are those of this rank's batch;
+    ``DistributedOptimizer`` reduces them like any others. Statistics are combined in float64.
 
     Arguments are torch's, for inputs of shape [batch, num_features, ...] with 2 to 5 dimensions and any
     floating dtype; ``process_set`` says whose batches, None: those of all ranks.
@@ -53,10 +53,10 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(cls, module: nn.Module, process_set: Any = None) -> nn.Module:
         """Replaces every batch norm of torch's in ``module`` by this class.
 
-        Parameters and buffers are kept, the same objects, so an optimizer that has them stays right.
-        Forward and backward hooks of the replaced layers are not. Layers of this class already stay
-        as they are, with their process sets. So do other subclasses of torch's, which may do more than
-        normalize; a warning names them.
+        The new layers keep the parameter and buffer objects, so an optimizer that holds them stays valid, but
+        not forward and backward hooks. Layers that are of this class already keep their process sets. Other
+        subclasses of torch's batch norm may do more than normalize, so they are not replaced; a warning names
+        them.
 
         Returns:
             ``module``, changed in place; its replacement if it is a batch norm itself.
