@@ -1,18 +1,19 @@
 /** @file
- * Farandole's C ABI: the only exported surface of libfarandole.so.
+ * Farandole's C ABI: the only API that libfarandole.so exports.
  *
  * Rules. Handles are opaque and created and released in pairs. Every function returning int returns
  * a farandole_code; farandole_last_error() then has the error message for the calling thread.
- * Strings are UTF-8 and NUL-terminated; strings given out stay valid until the next call on the
- * same thread (last_error) or as said. Structs start with their size so that later versions can
- * append fields. Any thread may call anything unless said otherwise; nothing here needs MPI, CUDA
- * or Python headers. Memory of tensors is borrowed from start until the work has finished. NULL
- * where a pointer is needed gives INVALID_ARGUMENT, or 0 from a function without a code.
+ * Strings are UTF-8 and NUL-terminated; returned strings stay valid until the next call on the same
+ * thread (last_error) or as documented. Structs start with their size so that later versions can
+ * append fields. Any thread may call any function unless documented otherwise; nothing here needs
+ * MPI, CUDA or Python headers. The library borrows memory of tensors from start until the work has
+ * finished. Where a pointer is needed, NULL returns INVALID_ARGUMENT, or 0 from a function without
+ * a code.
  *
- * Lifetimes. Works and gradients are released, by their own functions, before their context is:
- * afterwards no function may get them. Operations belong to their context and end with it. Buffers
- * and results may outlive it. farandole_shutdown ends nothing of this: until farandole_release the
- * handles stay valid, and what is started gives ABORTED.
+ * Lifetimes. Release works and gradients, by their own functions, before their context; do not use
+ * them afterwards. Operations belong to their context and end with it. Buffers and results may
+ * outlive it. farandole_shutdown does not release handles: they stay valid until farandole_release,
+ * and starting an operation returns ABORTED.
  */
 #ifndef FARANDOLE_H_
 #define FARANDOLE_H_
@@ -104,8 +105,8 @@ typedef enum farandole_wire {
   FARANDOLE_WIRE_FLOAT16 = 1,
   FARANDOLE_WIRE_BFLOAT16 = 2,
   /** Between hosts, sums and averages of float32 in host memory (allreduce) travel as 8-bit
-   * integers, with a scale for each 256 of them. What the roundings leave over is kept under the
-   * operation's name and added the next time; without a name it is lost. All else travels as it is.
+   * integers, with a scale for each 256 of them. The rounding error is kept under the operation's
+   * name and added the next time; without a name it is lost. Everything else travels unchanged.
    */
   FARANDOLE_WIRE_INT8 = 3
 } farandole_wire;
@@ -162,10 +163,10 @@ FARANDOLE_API int farandole_last_failure(farandole_failure* out);
 
 /* ---- Life cycle ---- */
 
-/** A key-value store that all ranks reach, where they leave each other a few short values before
- * they are connected. Keys are text of letters, digits, dots, dashes and underscores, written once;
- * values are bytes. The functions are called by threads that are inside farandole_init or
- * farandole_init_for only, one at a time, and return a farandole_code. */
+/** A key-value store that all ranks reach, through which they exchange a few short values before
+ * they are connected. Keys consist of letters, digits, dots, dashes and underscores and are written
+ * once; values are bytes. Only threads inside farandole_init or farandole_init_for call the
+ * functions, one at a time. They return a farandole_code. */
 typedef struct farandole_store {
   void* user; /**< given to the functions; used until init has ended or was given up */
   /** Stores a value. */
@@ -175,7 +176,7 @@ typedef struct farandole_store {
   /** After wait said OK: writes the value, at most `capacity` bytes, and its whole size. */
   int (*get)(void* user, const char* key, void* value, size_t capacity, size_t* size);
 } farandole_store;
-/** What farandole_init cannot, or should not, learn from the launcher. */
+/** What farandole_init should not take from the launcher. */
 typedef struct farandole_init_options {
   size_t struct_size; /**< sizeof(farandole_init_options) */
   int rank;           /**< -1: as the launcher says; so are the two below */
@@ -187,49 +188,48 @@ typedef struct farandole_init_options {
    */
   const char* address;
   const farandole_store* store; /**< copied; instead of an address; NULL: none */
-  /** An operation that has waited this long for a rank ends the job, as by
-   * FARANDOLE_STALL_SHUTDOWN_S, which comes first; up to a year; may differ by rank; 0: none. */
+  /** An operation that has waited this long for a rank ends the job. FARANDOLE_STALL_SHUTDOWN_S
+   * overrides it; up to a year; may differ by rank; 0: no limit. */
   double timeout_s;
-  /** 1: all ranks start their operations in the same order, but for those with a `function` of
-   * their own. Ranks that do not are told after a second, not when all their threads wait; alike on
-   * all ranks. */
+  /** 1: all ranks start their operations in the same order, except those with a `function`. Ranks
+   * that do not get an error after a second, not only when all their threads wait. The same on all
+   * ranks. */
   int in_order;
 } farandole_init_options;
-/** The options of a caller who says nothing. */
+/** The default options. */
 #define FARANDOLE_INIT_OPTIONS \
   { sizeof(farandole_init_options), -1, -1, -1, 0, NULL, NULL, 0, 0 }
 
-/** Joins the job this process was started in, over MPI or TCP (FARANDOLE_NETWORK), or alone when no
- * launcher announced itself. Settings come from FARANDOLE_* variables. Collective.
- * `options` NULL: everything is as the launcher says. What a launcher of several ranks says
- * may be repeated, not changed; a job apart says rank and size and, unless that is 1, an address or
- * a store of its own, and a process may be in any number of such jobs.
- * Errors: INVALID_ARGUMENT for junk in a setting or an option, for contradictions, and where nobody
- * says where rank 0 is; UNAVAILABLE if the MPI plug-in cannot be loaded or sees another number of
- * ranks, if rank 0 cannot be reached, or if an earlier call timed out; MISMATCH if ranks have
- * different settings or versions; TIMEOUT if some rank has not come within
- * FARANDOLE_INIT_TIMEOUT_S: the process can then exit, and should. MPI is initialised on a thread
- * of the library. */
+/** Joins the job of this process, over MPI or TCP (FARANDOLE_NETWORK); without a launcher, a job of
+ * one rank. Settings come from FARANDOLE_* variables. Collective. `options` NULL: everything is as
+ * the launcher says. If a launcher started several ranks, the options must agree with it. A job
+ * with `apart` needs rank and size and, if there are several ranks, an address or a store; a
+ * process may be in any number of such jobs. Errors: INVALID_ARGUMENT for an invalid setting or
+ * option, for contradictions, and if the address of rank 0 is unknown; UNAVAILABLE if the MPI
+ * plug-in cannot be loaded or sees another number of ranks, if rank 0 cannot be reached, or if an
+ * earlier call timed out; MISMATCH if ranks have different settings or versions; TIMEOUT if some
+ * rank did not join within FARANDOLE_INIT_TIMEOUT_S: the process can then exit, and should. A
+ * thread of the library initializes MPI. */
 FARANDOLE_API int farandole_init(const farandole_init_options* options, farandole_context** out);
-/** farandole_init in slices: with *context NULL it begins to join; it waits up to `timeout_s` (< 0:
- * no limit). PENDING: *context is a handle which may be given to this function again, to go on, and
- * to farandole_release, to give up, and to nothing else; `options` is not read again, but the
- * store's functions are used. On an error *context is NULL. */
+/** farandole_init in slices: with *context NULL it begins to join, and waits up to `timeout_s` (<
+ * 0: no limit). PENDING: pass *context to this function again to continue, or to farandole_release
+ * to give up, and to no other function; `options` is not read again, but the store's functions are
+ * still called. On an error *context is NULL. */
 FARANDOLE_API int farandole_init_for(const farandole_init_options* options, double timeout_s,
                                      farandole_context** context);
 /** `size` ranks inside this process, one context per rank, for tests and tools; each may be used by
  * its own thread. */
 FARANDOLE_API int farandole_init_in_process(int size, farandole_context** out);
-/** Leaves: waits until every rank has left, as long as the other ranks live, then stops the
- * threads. Pending work ends with ABORTED. Idempotent. If a thread is stuck inside a library for
- * FARANDOLE_SHUTDOWN_TIMEOUT_S it is left behind: TIMEOUT, memory of tensors is not touched any
- * more even if the call returns, and farandole_release frees nothing. A process of a job that
- * returns 0 from main, or calls exit(0), without this is shut down by an exit handler of the
- * library. */
+/** Leaves the job: waits until every rank has left, as long as the other ranks live, then stops the
+ * threads. Pending work ends with ABORTED. Idempotent. If a thread hangs inside a library for
+ * FARANDOLE_SHUTDOWN_TIMEOUT_S, it is left behind and the result is TIMEOUT: tensors are not
+ * touched any more even if that thread returns, and farandole_release frees nothing. If a process
+ * returns 0 from main, or calls exit(0), without this, an exit handler of the library shuts it
+ * down. */
 FARANDOLE_API int farandole_shutdown(farandole_context* context);
-/** farandole_shutdown in slices: begins to leave or goes on with it for up to `timeout_s` (< 0: no
- * limit). PENDING: call it again, or end the process: exit(0) waits on, any other exit code ends
- * without the other ranks, which the launcher may then end. */
+/** farandole_shutdown in slices: begins or continues to leave for up to `timeout_s` (< 0: no
+ * limit). PENDING: call it again, or end the process. exit(0) continues to wait; any other exit
+ * code ends without waiting for the other ranks, which the launcher may then end. */
 FARANDOLE_API int farandole_shutdown_for(farandole_context* context, double timeout_s);
 /** Why a program ends. */
 typedef enum farandole_exit {
@@ -237,18 +237,17 @@ typedef enum farandole_exit {
   FARANDOLE_EXIT_BY_ERROR = 1, /**< something has failed on this rank: the cause says what */
   FARANDOLE_EXIT_BY_OTHER = 2  /**< the cause names another rank; without one as by shutdown */
 } farandole_exit;
-/** farandole_shutdown_for in a program that is ending, whose end may be a failure that errors of
- * the other ranks should name.
+/** farandole_shutdown_for in a program that is ending, perhaps by a failure that the errors of the
+ * other ranks should name.
  * @param context    The rank that ends.
- * @param reason     farandole_exit. OPEN: ranks that wait for this one wait on until it calls exit,
- *                   which tells them the code, but for 5 s at most.
- * @param cause      Of a failure, as text; else NULL.
+ * @param reason     farandole_exit. OPEN: ranks that wait for this one continue to wait, for at
+ *                   most 5 s, until it calls exit, which sends them the code.
+ * @param cause      The failure as text; else NULL.
  * @param timeout_s  As in farandole_shutdown_for. */
 FARANDOLE_API int farandole_leave_at_exit(farandole_context* context, int32_t reason,
                                           const char* cause, double timeout_s);
-/** Frees a context (shuts it down first) and its operations; works and gradients of it must have
- * been released.
- * One of farandole_init_in_process waits for the others no longer than
+/** Frees a context (shuts it down first) and its operations. Release its works and gradients
+ * before. A context of farandole_init_in_process waits for the others at most
  * FARANDOLE_SHUTDOWN_TIMEOUT_S, as one thread may release them one after another. NULL is fine. */
 FARANDOLE_API void farandole_release(farandole_context* context);
 
@@ -261,8 +260,8 @@ typedef struct farandole_topology {
   int cross_rank; /**< Among the ranks with this local_rank. */
   int cross_size; /**< Hosts that have this local_rank. */
 } farandole_topology;
-/** OK while operations can be started; else the error that each of them would be refused with: that
- * which ended the job, ABORTED after a shutdown or because another rank has left. */
+/** OK while operations can be started; else the error that starting one would return: the one that
+ * ended the job, or ABORTED after a shutdown or because another rank has left. */
 FARANDOLE_API int farandole_check(const farandole_context* context);
 /** Fills `out`. */
 FARANDOLE_API int farandole_get_topology(const farandole_context* context, farandole_topology* out);
@@ -297,30 +296,28 @@ typedef struct farandole_params {
    * ascending order of ranks; at most the tensor's rows in all. NULL: the same number to each, and
    * for the other kinds. Copied. */
   const int64_t* splits;
-  /** The function that a user called where this operation is a part of it, as the broadcast of a
-   * "broadcast_object"; NULL: the kind itself. Ranks that call another function under the same name
-   * are then refused, and messages say what users called. Copied; at most 4096 bytes. */
+  /** If this operation is part of another function, such as the broadcast in a "broadcast_object",
+   * the name of that function; NULL: the kind itself. Ranks that call another function under the
+   * same name are then refused, and messages use this name. Copied; at most 4096 bytes. */
   const char* function;
 } farandole_params;
 
-/** Prepares `name` for repeated starts. The same name, kind, function and set give the same
- * operation; its description is replaced if it is not in flight, and *version (may be NULL) is that
- * description's number. name NULL: the n-th unnamed call of this kind on this set, matched by
- * order; a later unnamed call may wait unsent until an earlier one is done: then PENDING, call
- * again. `count` tensors are one group: decided together, finished together. Barrier: count 0. Each
- * call gives a handle to be released, at the latest before the context is. Once its
- * process set has ended, starting it gives ABORTED; its memory may then serve an operation of
- * another set, with a version of its own. Errors: INVALID_ARGUMENT (bad dtype, shape, op, root; the
- * same name is in flight with another description). */
+/** Prepares `name` for repeated starts. The same name, kind, function and set return the same
+ * operation. Its description is replaced if it is not in flight, and *version (may be NULL) becomes
+ * that description's number. name NULL: the n-th unnamed call of this kind on this set, matched by
+ * order; PENDING: it has to wait until an earlier unnamed call is done, call again. `count` tensors
+ * are one group: decided together, finished together. Barrier: count 0. Each call returns a handle;
+ * release it before the context. Once its process set has ended, starting it returns ABORTED; its
+ * memory may then serve an operation of another set, with another version. Errors: INVALID_ARGUMENT
+ * (bad dtype, shape, op, root; the same name is in flight with another description). */
 FARANDOLE_API int farandole_prepare(farandole_context* context, const farandole_params* params,
                                     const char* name, const farandole_tensor* tensors,
                                     int32_t count, farandole_operation** out, uint32_t* version);
-/** Releases one handle that farandole_prepare gave; what is in flight goes on. A name of which
- * nobody holds a handle, and that has not been used lately, takes no memory on any rank. Any
- * thread; NULL is fine. */
+/** Releases one handle of farandole_prepare; an operation in flight continues. A name without a
+ * handle that has not been used lately takes no memory on any rank. Any thread; NULL is fine. */
 FARANDOLE_API void farandole_operation_release(farandole_operation* operation);
-/** Starts it. version: as prepared, so that memory and description belong together also when
- * another thread prepares the same name; 0: whatever it is, for operations on all ranks only.
+/** Starts an operation. version: that of farandole_prepare, so that memory and description match
+ * even if another thread prepares the same name; 0: any, for operations on all ranks only.
  * in[i], out[i] may be equal, except for allgather, reducescatter and alltoall, where they do not
  * overlap. Broadcast reads `in` on the root only and may pass NULL elsewhere.
  *
@@ -331,9 +328,9 @@ FARANDOLE_API void farandole_operation_release(farandole_operation* operation);
  * this one, in rank order; `out` has room for this rank's own rows, likewise: as many must come,
  * and where it sends each rank as many, also from each.
  *
- * votes: farandole_vote per tensor, NULL: all present. Where this rank gives no element in[i] may
- * be NULL, and where it takes none out[i]: that of an absent tensor, which may
- * be written otherwise, and of a broadcast's root. failed: NULL, or this rank's error text: the
+ * votes: farandole_vote per tensor, NULL: all present. in[i] may be NULL if this rank contributes
+ * no element. out[i] may be NULL if it receives none, for an absent tensor, and on a broadcast's
+ * root. failed: NULL, or this rank's error text: the
  * operation is then refused on every rank with it. Never blocks. Release the work once. Errors:
  * INVALID_ARGUMENT if the operation is in flight ("... is already in flight"), was redefined,
  * or memory that is needed is NULL; ABORTED if its process set has ended; the context's final
@@ -351,11 +348,11 @@ typedef struct farandole_stream {
 } farandole_stream;
 
 /** farandole_start for an operation prepared with params.device FARANDOLE_CUDA: in[i] and out[i]
- * are device addresses. What `stream` holds now comes before the operation reads or writes; nothing
- * waits on the host. Work on a GPU counts as finished for farandole_wait and farandole_poll once it
- * is launched: everything it does is in a stream of its own. farandole_wait_on then orders another
- * stream after it, farandole_is_complete says when it is complete; until then the memory must
- * stay. A context has one GPU, that of the first such call. Errors: as farandole_start;
+ * are device addresses. The operation reads and writes after everything that `stream` holds now;
+ * the host does not wait. For farandole_wait and farandole_poll, work on a GPU has finished once it
+ * is launched in a stream of its own. farandole_wait_on then orders another stream after it,
+ * farandole_is_complete says when it is complete; until then the memory must stay. A context has
+ * one GPU, that of the first such call. Errors: as farandole_start;
  * INVALID_ARGUMENT for another device, or if the stream is being captured into a graph;
  * UNAVAILABLE, with the reason, if no GPU can be used. */
 FARANDOLE_API int farandole_start_on(farandole_operation* operation, uint32_t version,
@@ -366,11 +363,12 @@ FARANDOLE_API int farandole_start_on(farandole_operation* operation, uint32_t ve
 typedef struct farandole_allocator {
   size_t struct_size; /**< sizeof(farandole_allocator) */
   void* user;         /**< for `allocate` */
-  /** Called once per tensor by a thread of the library, when `rows[r]` rows from the r-th rank of
+  /** A thread of the library calls it once per tensor, when `rows[r]` rows from the r-th rank of
    * the set are about to be written: `bytes` in all, which may be 0. It must not block or call the
-   * library. NULL: there is no memory; this rank's work then ends with RESOURCE_EXHAUSTED, the
-   * other ranks' goes on. On a GPU what the operation's stream holds when this returns comes before
-   * the operation writes, so that the memory may be free in the order of that stream. */
+   * library. It returns NULL if there is no memory: this rank's work then ends with
+   * RESOURCE_EXHAUSTED, and that of the other ranks continues. On a GPU the operation writes after
+   * everything that its stream holds when this returns, so earlier work in that stream may still
+   * use the memory. */
   void* (*allocate)(void* user, int32_t tensor, const int64_t* rows, int32_t ranks, int64_t bytes);
 } farandole_allocator;
 
@@ -385,9 +383,9 @@ FARANDOLE_API int farandole_start_allocating(farandole_operation* operation, uin
                                              const void* const* in,
                                              const farandole_allocator* allocator,
                                              const farandole_stream* stream, farandole_work** work);
-/** farandole_start_allocating with an allocator whose memory is free in the order of
- * `memory_stream` instead of `stream`: an allocator that follows the current stream of the thread
- * that calls it gives such memory. memory_stream NULL: in the order of `stream`. */
+/** farandole_start_allocating with an allocator whose memory may still be used by `memory_stream`
+ * instead of `stream`, as from an allocator that follows the current stream of its calling thread.
+ * memory_stream NULL: `stream`. */
 FARANDOLE_API int farandole_start_allocating_on(farandole_operation* operation, uint32_t version,
                                                 const void* const* in,
                                                 const farandole_allocator* allocator,
@@ -421,17 +419,17 @@ FARANDOLE_API int farandole_run_into(farandole_operation* operation, uint32_t ve
  * another number than there are. */
 FARANDOLE_API int farandole_received_rows(const farandole_work* work, int32_t i, int64_t* rows,
                                           int32_t ranks);
-/** Hands over tensor i's result in the library's memory, once; it stays until it is released, also
- * when the work and the context are gone. After the work has finished well. Errors:
+/** Returns tensor i's result in the library's memory, once, after the work has succeeded. It stays
+ * until it is released, even after the work and the context. Errors:
  * INVALID_ARGUMENT if there is none. */
 FARANDOLE_API int farandole_take_result(farandole_work* work, int32_t i, farandole_buffer** result);
-/** Host memory for tensors, zero in all bytes, at a page. An allreduce in place (in[i] equal to
- * out[i]) of tensors that lie in such memory on every rank, without prescale, is reduced there by
- * all ranks together, without a copy, if the ranks of its process set share memory: processes of
- * one host, or ranks of one process. Everything else works as with other memory, and gives the same
- * bits. Each rank allocates for itself. To be released when no work uses it, also after the
- * context. After a final error other ranks may go on writing to it; it is then kept until the
- * process ends. Errors: INVALID_ARGUMENT for less than 0 bytes; RESOURCE_EXHAUSTED. */
+/** Allocates host memory for tensors, zeroed and page-aligned. If tensors lie in such memory on
+ * every rank, and the ranks of the process set share memory (processes of one host, or ranks of one
+ * process), an allreduce in place (in[i] equal to out[i]) without prescale needs no copy. Other
+ * operations work as with other memory and give the same bits. Each rank allocates its own. Release
+ * it when no work uses it, also after the context. After a final error other ranks may still write
+ * to it, so it is kept until the process ends. Errors: INVALID_ARGUMENT for less than 0 bytes;
+ * RESOURCE_EXHAUSTED. */
 FARANDOLE_API int farandole_buffer_allocate(farandole_context* context, int64_t bytes,
                                             farandole_buffer** out);
 /** Its address; on the GPU of the operation's stream, or in host memory. */
@@ -441,13 +439,13 @@ FARANDOLE_API int64_t farandole_buffer_bytes(const farandole_buffer* buffer);
 /** Frees it. NULL is fine. On a GPU it waits until nothing uses the memory. */
 FARANDOLE_API void farandole_buffer_release(farandole_buffer* buffer);
 
-/** farandole_wait until launched; then, if that went well, what is put into `stream` from now on
- * comes after the operation, and the host goes on at once. INVALID_ARGUMENT for a stream of another
+/** farandole_wait until launched; on success, work put into `stream` from now on runs after the
+ * operation, and the host continues at once. INVALID_ARGUMENT for a stream of another
  * device than the operation's. */
 FARANDOLE_API int farandole_wait_on(farandole_work* work, const farandole_stream* stream,
                                     double timeout_s);
-/** OK once the memory is not touched any more, PENDING before; the error of work that failed. On
- * the CPU that is when the work has finished. */
+/** OK once the library no longer uses the memory (on the CPU: once the work has finished), PENDING
+ * before; the error of work that failed. */
 FARANDOLE_API int farandole_is_complete(const farandole_work* work);
 /** Starts all-present and waits up to timeout_s (<0: without limit), without waking another thread:
  * the fastest way for one blocking operation. Returns the outcome with *work NULL, or PENDING with
@@ -460,22 +458,21 @@ FARANDOLE_API int farandole_wait(farandole_work* work, double timeout_s);
 /** What farandole_when_finished calls, with the work's outcome; farandole_last_error() has its
  * error message meanwhile, for this thread. It must not throw. */
 typedef void (*farandole_finished)(void* user, int code);
-/** Calls `call(user, outcome)` exactly once when the work has finished, well or not, be it because
- * the process set ended or the context was shut down; on a GPU that is when it is launched. Now, on
- * this thread, if it has finished; otherwise on a thread of the library, which does nothing else:
- * the call may take long, start operations, wait for others, and release the work. More threads
- * come if calls have to be made meanwhile, in any order. The handle may be released before.
- * farandole_shutdown and farandole_release wait until all calls have returned; in such a call they
- * do not, and the memory of a context released there is lost. At the exit of the program they are
- * waited for up to 1 s. Any number of times for one work. A forked child calls nothing.
- * Errors: RESOURCE_EXHAUSTED: there is no thread to be had, and nothing is called. */
+/** Calls `call(user, outcome)` exactly once when the work has succeeded or failed, also if the
+ * process set ended or the context was shut down; on a GPU when it is launched. If it has finished,
+ * this thread calls now; otherwise a thread of the library that does nothing else, so the call may
+ * take long, start operations, wait for others, and release the work. The library adds threads if
+ * other calls are due meanwhile; their order is undefined. You may release the handle before.
+ * farandole_shutdown and farandole_release wait until all calls have returned, except inside such a
+ * call, where the memory of a released context is leaked. At program exit the library waits for
+ * calls for up to 1 s. Any number of times for one work. A forked child calls nothing.
+ * Errors: RESOURCE_EXHAUSTED: no thread could be created, and nothing is called. */
 FARANDOLE_API int farandole_when_finished(farandole_work* work, farandole_finished call,
                                           void* user);
-/** For callers that wait without a limit in slices, between which they look for signals, say: from
- * a call with threads > 0 to one with 0, a wait of this thread with a time limit counts as one
- * without, so that ranks none of which can go on are noticed (FARANDOLE_DIVERGENCE_CHECK).
- * `threads`: so many of the program may start operations; with fewer that have done so, nothing is
- * noticed. */
+/** For callers that wait without a limit in slices, for example to check for signals in between:
+ * from a call with threads > 0 to one with 0, a wait of this thread with a time limit counts as one
+ * without, so that a divergence is detected (FARANDOLE_DIVERGENCE_CHECK). `threads`: how many
+ * threads of the program may start operations; while fewer have done so, nothing is detected. */
 FARANDOLE_API void farandole_wait_in_slices(int32_t threads);
 
 /** Writes where these threads of the program are (numbers as of pthread_self; none: the main
@@ -497,8 +494,9 @@ FARANDOLE_API int farandole_skipped(const farandole_work* work, int32_t i);
  * finished. */
 FARANDOLE_API void farandole_work_release(farandole_work* work);
 
-/** Joins: absent from everything not submitted before, until all ranks have joined. Blocks up to
- * timeout_s as wait does; call again after PENDING. *last_rank: who joined last. */
+/** Joins: this rank is absent from all operations that it has not submitted, until all ranks have
+ * joined. Blocks up to timeout_s as wait does; call again after PENDING. *last_rank: the rank that
+ * joined last. */
 FARANDOLE_API int farandole_join(farandole_context* context, double timeout_s, int* last_rank);
 
 /* ---- Process sets ---- */
@@ -517,8 +515,8 @@ FARANDOLE_API int farandole_set_add(farandole_context* context, const int32_t* r
  * none. */
 FARANDOLE_API int farandole_set_find(const farandole_context* context, const int32_t* ranks,
                                      int32_t count, uint32_t* uid);
-/** Ends a set: what is ready on all its members runs, the rest ends with ABORTED. Collective, and
- * matched by the order of calls, as add. */
+/** Removes a set: operations that are ready on all its members run, the others end with ABORTED.
+ * Collective, and matched by the order of calls, as add. */
 FARANDOLE_API int farandole_set_remove(farandole_context* context, uint32_t uid,
                                        farandole_work** work);
 
@@ -576,13 +574,13 @@ FARANDOLE_API int farandole_gradients_redefine(farandole_gradients* gradients,
  * is a MISMATCH. Errors: INVALID_ARGUMENT between end and wait. */
 FARANDOLE_API int farandole_gradients_add(farandole_gradients* gradients,
                                           const farandole_tensor* tensors, int32_t count);
-/** A backward pass begins; no_sync 1: it only accumulates. Ranks whose passes since the last step
- * differ get MISMATCH for the round, all of them, with what each did. Without effect on ranks that
- * count none. */
+/** A backward pass begins; no_sync 1: it only accumulates. If ranks differ in their passes since
+ * the last step, all get MISMATCH for the round, with what each did. Ranks that count no pass are
+ * not compared. */
 FARANDOLE_API int farandole_gradients_count_pass(farandole_gradients* gradients, int32_t no_sync);
-/** Opens a round, if none is open, and reports to the other ranks which step it is in, without
- * waiting. Ranks whose steps differ get MISMATCH from every operation from then on, until they shut
- * down: one may be in a collective that the others will never call. */
+/** Opens a round, if none is open, and announces this rank's step to the other ranks, without
+ * waiting. If steps differ, all operations of all ranks return MISMATCH from then on, until
+ * shutdown: a rank may be in a collective that the others will never call. */
 FARANDOLE_API int farandole_gradients_open(farandole_gradients* gradients);
 /** Gradient i was accumulated. *due: the gradient to mark now, which is one that was accumulated
  * before this, as often as in earlier rounds; -1: none, or no round is open. Errors:
@@ -614,9 +612,9 @@ FARANDOLE_API int farandole_gradients_end(farandole_gradients* gradients, const 
  * is put into `stream` from now on comes after the round. */
 FARANDOLE_API int farandole_gradients_wait(farandole_gradients* gradients,
                                            const farandole_stream* stream, double timeout_s);
-/** The reduced gradients were used, on all ranks: the coming rounds are those of the next step.
- * Steps are counted anew after a round that failed and after a join; gradients of different steps
- * are never reduced together. Without effect if no round succeeded since the last call. */
+/** The optimizer has used the reduced gradients, on all ranks: later rounds belong to the next
+ * step. The count of steps restarts after a failed round and after a join; gradients of different
+ * steps are never reduced together. Without effect if no round succeeded since the last call. */
 FARANDOLE_API int farandole_gradients_stepped(farandole_gradients* gradients);
 /** Fills *status. Errors: the device has failed. */
 FARANDOLE_API int farandole_gradients_status(farandole_gradients* gradients,
@@ -638,10 +636,9 @@ FARANDOLE_API void farandole_gradients_release(farandole_gradients* gradients);
 FARANDOLE_API int32_t farandole_counters(const farandole_context* context, const char** names,
                                          int64_t* values, int32_t capacity);
 
-/** Starts writing what happens when into a file that chrome://tracing shows; "{rank}" in the path
- * becomes this rank's number, without it rank 0 alone writes. marks_cycles: 1 marks rank 0's
- * decisions. Errors: INVALID_ARGUMENT if another file is being written; UNAVAILABLE if it cannot be
- * opened. */
+/** Starts to write a timeline for chrome://tracing into a file. "{rank}" in the path becomes this
+ * rank's number; without it only rank 0 writes. marks_cycles: 1 marks rank 0's decisions. Errors:
+ * INVALID_ARGUMENT if another file is being written; UNAVAILABLE if it cannot be opened. */
 FARANDOLE_API int farandole_timeline_start(farandole_context* context, const char* path,
                                            int marks_cycles);
 /** Writes the rest and closes the file. Fine if there is none. Errors: UNAVAILABLE if something
