@@ -1,5 +1,5 @@
 /// @file
-/// One rank of a job: who it is among the others, and its collectives. Start here.
+/// One rank of a job, and its collectives. Start here.
 #pragma once
 
 #include <farandole/calls.h>
@@ -43,17 +43,17 @@ struct Job {
 /// std::vector<float> loss = {0.5f};
 /// context.allreduce(loss);  // the mean over all ranks
 /// @endcode
-/// Thread safety: any member from any thread. Lifetime: outlives its Works, which must not be used
-/// after it; an optimizer that outlives it throws invalid_argument. Moving it leaves both intact.
-/// Its destructor leaves the job, waiting for the other ranks as shutdown() does.
+/// Thread safety: any member from any thread. Lifetime: it must outlive its Works; an optimizer
+/// that outlives it throws invalid_argument. Works and optimizers stay valid when it is moved. Its
+/// destructor leaves the job and waits for the other ranks as shutdown() does.
 class Context : public RowCollectives<Context> {
  public:
-  /// Joins the job this process was started in, or that `options` say; alone where nobody says
-  /// anything. Settings come from FARANDOLE_* variables. Collective. @throws Error invalid_argument
-  /// (a setting is junk; header and library do not match), unavailable, mismatch (ranks have
-  /// different versions or settings), timeout.
+  /// Joins the job of this process, as the launcher or `options` say; without either, a job of one
+  /// rank. Settings come from FARANDOLE_* variables. Collective. @throws Error invalid_argument (an
+  /// invalid setting; header and library do not match), unavailable, mismatch (ranks have different
+  /// versions or settings), timeout.
   static Context init(const InitOptions& options = {}) { return try_init(options).value(); }
-  /// As init(), with the failure as a value.
+  /// As init(), but returns the failure.
   static Result<Context> try_init(const InitOptions& options = {}) {
     if (Result<void> fits = check_abi(); !fits.ok()) return fits.error();
     farandole_context* context = nullptr;
@@ -70,8 +70,8 @@ class Context : public RowCollectives<Context> {
       return detail::last_error(code);
     return Context(context);
   }
-  /// `size` ranks inside this process, for tests; each may be used by a thread of its own, and
-  /// should be shut down by it: leaving waits for the others.
+  /// `size` ranks inside this process, for tests. Each may be used by a thread of its own, which
+  /// should also shut it down, because leaving waits for the other ranks.
   /// @throws Error invalid_argument.
   static std::vector<Context> in_process(int size) {
     check_abi().value();
@@ -107,7 +107,7 @@ class Context : public RowCollectives<Context> {
   void allreduce(Data&& data, const Options& options = {}) {
     try_allreduce(std::forward<Data>(data), options).value();
   }
-  /// As allreduce(), with the failure as a value.
+  /// As allreduce(), but returns the failure.
   template <class Data>
   Result<void> try_allreduce(Data&& data, const Options& options = {}) {
     return run(FARANDOLE_ALLREDUCE, -1, Span(data), options);
@@ -118,20 +118,19 @@ class Context : public RowCollectives<Context> {
     return start(FARANDOLE_ALLREDUCE, -1, Span(data), options).value();
   }
 
-  /// Reduces memory of a GPU over all ranks, in place. What `stream` holds now comes before, what
-  /// is put into it afterwards comes after; the host returns when all is launched. A context has
-  /// one GPU, that of the first such call.
+  /// Reduces memory of a GPU over all ranks, in place and in the order of `stream`: after what the
+  /// stream holds now, and before what is put into it later. The host returns when all is launched.
+  /// A context has one GPU, that of the first such call.
   /// @code
   /// context.allreduce(farandole::DeviceSpan<float>(gradient, count), {0, stream});
   /// @endcode
   /// @throws Error as for host memory; invalid_argument (another device, or a stream that is
-  /// being captured into a graph); unavailable (no GPU can be used; it says
-  /// why).
+  /// being captured into a graph); unavailable (no GPU can be used; the message says why).
   template <class T>
   void allreduce(DeviceSpan<T> data, const Stream& stream, const Options& options = {}) {
     try_allreduce(data, stream, options).value();
   }
-  /// As allreduce() in a stream, with the failure as a value.
+  /// As allreduce() in a stream, but returns the failure.
   template <class T>
   Result<void> try_allreduce(DeviceSpan<T> data, const Stream& stream,
                              const Options& options = {}) {
@@ -151,7 +150,7 @@ class Context : public RowCollectives<Context> {
   void broadcast(Data&& data, int root, const Options& options = {}) {
     try_broadcast(std::forward<Data>(data), root, options).value();
   }
-  /// As broadcast(), with the failure as a value.
+  /// As broadcast(), but returns the failure.
   template <class Data>
   Result<void> try_broadcast(Data&& data, int root, const Options& options = {}) {
     return run(FARANDOLE_BROADCAST, root, Span(data), options);
@@ -169,7 +168,7 @@ class Context : public RowCollectives<Context> {
   void broadcast(DeviceSpan<T> data, int root, const Stream& stream, const Options& options = {}) {
     try_broadcast(data, root, stream, options).value();
   }
-  /// As broadcast() in a stream, with the failure as a value.
+  /// As broadcast() in a stream, but returns the failure.
   template <class T>
   Result<void> try_broadcast(DeviceSpan<T> data, int root, const Stream& stream,
                              const Options& options = {}) {
@@ -191,7 +190,8 @@ class Context : public RowCollectives<Context> {
     if (!prepared.ok()) throw prepared.error();
     detail::run(prepared.value(), nullptr, nullptr).value();
   }
-  /// Takes part in the others' collectives without a contribution until every rank has joined.
+  /// Takes part in the other ranks' collectives without a contribution, until every rank has
+  /// joined.
   /// @return the rank that joined last.
   int join() {
     int last = -1;
@@ -199,9 +199,9 @@ class Context : public RowCollectives<Context> {
     return last;
   }
 
-  /// Makes a process set. Collective over all ranks, members or not: each makes its calls of
+  /// Creates a process set. Collective over all ranks, members or not: all ranks must call
   /// add_process_set() with the same ranks in the same order. @throws Error invalid_argument;
-  /// mismatch, on all ranks, where they differ; the set is not made then.
+  /// mismatch, on all ranks, if they differ; then no set is created.
   ProcessSet add_process_set(const std::vector<int>& ranks) {
     farandole_work* adding = nullptr;
     const auto count = static_cast<std::int32_t>(ranks.size());
@@ -212,16 +212,16 @@ class Context : public RowCollectives<Context> {
     detail::check(farandole_set_find(handle(), ranks.data(), count, &set.id)).value();
     return set;
   }
-  /// Ends a process set. Collective over all ranks, in the same order, as add_process_set(). What
-  /// it needed is free again: a job may make sets without limit. @throws Error invalid_argument,
-  /// mismatch.
+  /// Removes a process set. Collective over all ranks, in the same order, as add_process_set(). It
+  /// frees all that the set needed, so a job may create sets without limit. @throws Error
+  /// invalid_argument, mismatch.
   void remove_process_set(const ProcessSet& set) {
     farandole_work* removing = nullptr;
     detail::check(farandole_set_remove(handle(), set.id, &removing)).value();
     Work(removing).wait();
   }
 
-  /// What the engine has done so far, by name: messages, batches, bytes, wake-ups.
+  /// The engine's counters by name: messages, batches, bytes, wake-ups.
   std::map<std::string, std::int64_t> counters() const {
     const std::int32_t count = farandole_counters(handle(), nullptr, nullptr, 0);
     std::vector<const char*> names(static_cast<std::size_t>(count));
@@ -239,17 +239,17 @@ class Context : public RowCollectives<Context> {
     return value;
   }
 
-  /// Writes from now on what happens when into a file for chrome://tracing; "{rank}" in the path
-  /// becomes this rank's number, without it rank 0 alone writes. `mark_cycles`: also rank 0's
-  /// decisions. @throws Error invalid_argument (another file is being written), unavailable.
+  /// Starts to write a timeline for chrome://tracing into a file. "{rank}" in the path becomes this
+  /// rank's number; without it only rank 0 writes. `mark_cycles`: also rank 0's decisions. @throws
+  /// Error invalid_argument (another file is being written), unavailable.
   void start_timeline(const std::string& path, bool mark_cycles = false) {
     detail::check(farandole_timeline_start(handle(), path.c_str(), mark_cycles ? 1 : 0)).value();
   }
   /// Writes the rest and closes the file. @throws Error unavailable.
   void stop_timeline() { detail::check(farandole_timeline_stop(handle())).value(); }
 
-  /// Leaves the job and waits until all ranks have; pending work ends with `aborted`. The
-  /// destructor does it otherwise.
+  /// Leaves the job and waits until all ranks have left; pending work ends with `aborted`. Without
+  /// this call the destructor does it.
   /// @throws Error timeout naming who is missing, or the context's final error.
   void shutdown() { detail::check(farandole_shutdown(handle())).value(); }
 

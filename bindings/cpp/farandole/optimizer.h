@@ -30,7 +30,7 @@ struct DeviceParameter {
   DeviceSpan<T> gradient;  ///< As many elements as `value`; the memory stays where it is.
 };
 
-/// Copies every parameter's values from rank `root` to all ranks, in place; all travel together.
+/// Copies every parameter's values from rank `root` to all ranks, in place, in one operation.
 ///
 /// Example: `farandole::broadcast_parameters(context, model.parameters(), 0);`
 /// @param context    All its ranks call.
@@ -48,7 +48,7 @@ void broadcast_parameters(Context& context, Range&& parameters, int root) {
   for (Work& copy : copies) copy.wait();
 }
 
-/// As above on a GPU, after what `stream` holds now and before what is put into it afterwards.
+/// As above on a GPU, after what `stream` holds now and before what is put into it later.
 ///
 /// @param context    All its ranks call.
 /// @param parameters A range of DeviceParameter<T>, the same names and counts on all ranks.
@@ -232,22 +232,20 @@ class Gradients {
 /// Wraps an optimizer: `step()` first reduces the gradients over all ranks.
 ///
 /// `Opt` is any class with `parameters()`, which returns a range of Parameter<T> whose spans do not
-/// move, and `step()`. A gradient can be sent while backward goes on: call `ready(i)` as soon as it
-/// is final; those never announced go in step(). Which gradients a rank announces, and when, may
-/// differ between ranks.
+/// move, and `step()`. To send a gradient during backward, call `ready(i)` as soon as it is final;
+/// step() sends the others. Ranks may differ in which gradients they announce, and when.
 /// @code
 /// farandole::DistributedOptimizer optimizer(context, Sgd(model.parameters(), 0.1f));
 /// model.backward(loss);  // optimizer.ready(i) from inside overlaps
 /// optimizer.step();
 /// @endcode
 /// On a GPU `parameters()` returns DeviceParameter<T>; ready(), synchronize() and step() then take
-/// the stream in which gradients are made and used, and the wrapped `step()` gets it first:
+/// the stream that produces and uses the gradients, and pass it to the wrapped `step()` first:
 /// @code
 /// optimizer.step(farandole::Stream{0, stream});
 /// @endcode
-/// Thread safety: one thread at a time. Lifetime: ends before the Context, or throws
-/// invalid_argument when it is used after that; its destructor waits until no gradient is touched
-/// any more.
+/// Thread safety: one thread at a time. Lifetime: ends before the Context; used after it, it throws
+/// invalid_argument. Its destructor waits until the library no longer uses a gradient.
 template <class Opt>
 class DistributedOptimizer {
  public:
@@ -276,9 +274,8 @@ class DistributedOptimizer {
     mark(i, gradient(i), stream...);
   }
 
-  /// Sends what ready() has not announced and waits until all gradients are reduced, in place. On a
-  /// GPU the host waits until all is launched, and what is put into `stream` afterwards comes
-  /// after.
+  /// Sends the gradients that ready() has not announced and waits until all are reduced, in place.
+  /// On a GPU the host waits until all is launched, and work put into `stream` later runs after it.
   /// @throws Error mismatch, aborted (another rank failed; its reason is in the message), timeout,
   /// ...
   template <class... OnStream>
@@ -298,8 +295,8 @@ class DistributedOptimizer {
     return optimizer_.step(std::forward<Arguments>(arguments)...);
   }
 
-  /// This rank cannot complete its gradients: the other ranks' step() throws `aborted` with `why`.
-  /// Its next step is a new one.
+  /// Reports that this rank cannot complete its gradients: the other ranks' step() throws `aborted`
+  /// with `why`. The next step() of this rank begins anew.
   void fail(const std::string& why) { gradients_.fail(why.empty() ? "unknown error" : why); }
 
  private:

@@ -22,7 +22,7 @@ enum class Op : std::int32_t {
   bit_or = FARANDOLE_BIT_OR,
   bit_xor = FARANDOLE_BIT_XOR,
   premul_sum = FARANDOLE_PREMUL_SUM,  ///< A sum whose `prescale` each rank chooses for itself.
-  /// Of floats in host memory, allreduce only: adds what is orthogonal, averages what is parallel.
+  /// Of floats in host memory, allreduce only: adds orthogonal tensors, averages parallel ones.
   adasum = FARANDOLE_ADASUM
 };
 
@@ -40,7 +40,7 @@ struct ProcessSet {
   std::vector<int> ranks;  ///< Global, ascending; empty for the set of all ranks.
 };
 
-/// What Context::init cannot, or should not, learn from the launcher.
+/// What Context::init should not take from the launcher.
 struct InitOptions {
   int rank = -1;        ///< -1: as the launcher says; so are the two below.
   int size = -1;        ///< With 1, nobody is waited for.
@@ -50,16 +50,16 @@ struct InitOptions {
   std::string address;
   const farandole_store* store = nullptr;  ///< Instead of an address; borrowed for the call.
   bool apart = false;  ///< No launcher is asked: the job may be one of some of a launcher's ranks.
-  /// An operation that has waited this long for a rank ends the job, as by
-  /// FARANDOLE_STALL_SHUTDOWN_S, which comes first; 0: none.
+  /// An operation that has waited this long for a rank ends the job. FARANDOLE_STALL_SHUTDOWN_S
+  /// overrides it; 0: no limit.
   double timeout_s = 0;
-  /// All ranks start their operations in the same order, but for those with a function of their
-  /// own: ranks that do not are told after a second, not when all their threads wait.
+  /// All ranks start their operations in the same order, except those with a function. Ranks that
+  /// do not get an error after a second, not only when all their threads wait.
   bool in_order = false;
 };
 
-/// What all ranks must agree on besides the data. Op, factors and compression are those of
-/// allreduce and reducescatter; the others copy what they are given.
+/// What all ranks must agree on besides the data. Op, factors and compression apply to allreduce
+/// and reducescatter; the other collectives copy their data.
 struct Options {
   std::string name;        ///< The same on all ranks; empty: matched by the order of unnamed calls.
   Op op = Op::average;     ///< How contributions become one.
@@ -67,8 +67,8 @@ struct Options {
   double postscale = 1.0;  ///< Multiplies the result.
   Compression compression = Compression::none;  ///< Of float and double.
   ProcessSet set;                               ///< Whose ranks take part; all by default.
-  /// Elements of one row. allgather, reducescatter and alltoall split between rows: give a matrix's
-  /// number of columns to keep its rows whole.
+  /// Elements of one row. allgather, reducescatter and alltoall split between rows: set it to a
+  /// matrix's number of columns to keep rows whole.
   std::int64_t row = 1;
 };
 

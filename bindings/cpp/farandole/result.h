@@ -30,7 +30,7 @@ enum class Code : int {
   internal = FARANDOLE_INTERNAL  ///< A defect; final.
 };
 
-/// What is known of a failure besides its message; see `farandole_failure`.
+/// The facts of a failure besides its message; see `farandole_failure`.
 struct Failure {
   std::vector<int> ranks;  ///< Those that failed, ascending; empty: none, or unknown.
   farandole_failure_kind kind = FARANDOLE_FAILURE_UNKNOWN;  ///< Of the first, as the rest.
@@ -55,7 +55,7 @@ class Error : public std::runtime_error {
         failure_(std::make_shared<const Failure>(std::move(failure))) {}
   /// The kind of failure.
   Code code() const noexcept { return code_; }
-  /// What else is known, valid as long as this or a copy.
+  /// The facts of the failure, valid as long as this or a copy.
   const Failure& failure() const noexcept { return *failure_; }
 
  private:
@@ -66,7 +66,7 @@ class Error : public std::runtime_error {
 /// A `T`, or the `Error` that took its place.
 ///
 /// Example: `if (auto sum = context.try_allreduce(data); !sum) log(sum.error().what());`
-/// In a condition it is whether there is a value, also where the value is a bool or a number.
+/// In a condition it says whether there is a value, even if the value is a bool or a number.
 /// Thread safety: as a plain value.
 template <class T>
 class [[nodiscard]] Result {

@@ -20,7 +20,7 @@
 
 namespace farandole {
 
-/// What an alltoall gives a rank.
+/// What a rank receives by an alltoall.
 template <class T>
 struct Received {
   std::vector<T> data;                        ///< From all ranks, in rank order, end to end.
@@ -93,10 +93,10 @@ void* allocate_received(void* received, std::int32_t, const std::int64_t* rows, 
 
 /// What every Context can do along rows (see Options::row; a row is one element by default).
 ///
-/// Each comes in two kinds. Those that return a vector make it as large as what the ranks give.
-/// Those that end in `_into` write to memory that the caller gives, which must not overlap the
-/// input: every rank gives as many rows there, and memory may be on a GPU. The two meet each other
-/// under one name. Thread safety and lifetime: as Context.
+/// Each call has two forms. One returns a vector, as large as what the ranks pass. The other, which
+/// ends in `_into`, writes to the caller's memory, which must not overlap the input: all ranks pass
+/// equally many rows, and the memory may be on a GPU. Ranks may use different forms in one call.
+/// Thread safety and lifetime: as Context.
 template <class Context>
 class RowCollectives {
  public:
@@ -110,20 +110,20 @@ class RowCollectives {
   auto allgather(Data&& data, const Options& options = {}) {
     return try_allgather(std::forward<Data>(data), options).value();
   }
-  /// As allgather(), with the failure as a value.
+  /// As allgather(), but returns the failure.
   template <class Data>
   auto try_allgather(Data&& data, const Options& options = {}) {
     return gather(to_read(Span(data)), options);
   }
 
-  /// Reduces `data` over all ranks, and gives each rank its split of the rows: the first
-  /// (rows % size) ranks get one row more than the others. Every rank passes as many.
+  /// Reduces `data` over all ranks and returns this rank's split of the rows: the first (rows %
+  /// size) ranks get one row more than the others. All ranks pass equally many rows.
   /// @throws Error as Context::allreduce().
   template <class Data>
   auto reducescatter(Data&& data, const Options& options = {}) {
     return try_reducescatter(std::forward<Data>(data), options).value();
   }
-  /// As reducescatter(), with the failure as a value.
+  /// As reducescatter(), but returns the failure.
   template <class Data>
   auto try_reducescatter(Data&& data, const Options& options = {}) {
     return reduce_and_scatter(to_read(Span(data)), options);
@@ -136,21 +136,22 @@ class RowCollectives {
   auto alltoall(Data&& data, const std::vector<std::int64_t>& splits, const Options& options = {}) {
     return try_alltoall(std::forward<Data>(data), splits, options).value();
   }
-  /// As alltoall(), with the failure as a value.
+  /// As alltoall(), but returns the failure.
   template <class Data>
   auto try_alltoall(Data&& data, const std::vector<std::int64_t>& splits,
                     const Options& options = {}) {
     return exchange(to_read(Span(data)), splits, options);
   }
 
-  /// Gathers from all ranks as many rows into `all`, whose size is theirs times the ranks.
+  /// Gathers equally many rows of all ranks into `all`, whose size is that of `data` times the
+  /// ranks.
   /// @throws Error as Context::allreduce(); invalid_argument if `all` has another size; mismatch,
   /// on ranks that call this: another rank gives another number of rows.
   template <class In, class Out>
   void allgather_into(In&& data, Out&& all, const Options& options = {}) {
     try_allgather_into(data, all, options).value();
   }
-  /// As allgather_into(), with the failure as a value.
+  /// As allgather_into(), but returns the failure.
   template <class In, class Out>
   Result<void> try_allgather_into(In&& data, Out&& all, const Options& options = {}) {
     return run(FARANDOLE_ALLGATHER, to_read(Span(data)), Span(all), options);
@@ -166,7 +167,7 @@ class RowCollectives {
                       const Options& options = {}) {
     try_allgather_into(data, all, stream, options).value();
   }
-  /// As allgather_into() in a stream, with the failure as a value.
+  /// As allgather_into() in a stream, but returns the failure.
   template <class In, class Out>
   Result<void> try_allgather_into(DeviceSpan<In> data, DeviceSpan<Out> all, const Stream& stream,
                                   const Options& options = {}) {
@@ -185,7 +186,7 @@ class RowCollectives {
   void reducescatter_into(In&& data, Out&& mine, const Options& options = {}) {
     try_reducescatter_into(data, mine, options).value();
   }
-  /// As reducescatter_into(), with the failure as a value.
+  /// As reducescatter_into(), but returns the failure.
   template <class In, class Out>
   Result<void> try_reducescatter_into(In&& data, Out&& mine, const Options& options = {}) {
     return run(FARANDOLE_REDUCESCATTER, to_read(Span(data)), Span(mine), options);
@@ -201,7 +202,7 @@ class RowCollectives {
                           const Options& options = {}) {
     try_reducescatter_into(data, mine, stream, options).value();
   }
-  /// As reducescatter_into() in a stream, with the failure as a value.
+  /// As reducescatter_into() in a stream, but returns the failure.
   template <class In, class Out>
   Result<void> try_reducescatter_into(DeviceSpan<In> data, DeviceSpan<Out> mine,
                                       const Stream& stream, const Options& options = {}) {
@@ -214,14 +215,14 @@ class RowCollectives {
     return start(FARANDOLE_REDUCESCATTER, data, mine, stream, options).value();
   }
 
-  /// Sends each rank as many rows of `data`, and writes what comes into `received`, of the same
-  /// size. @throws Error as allgather_into(); invalid_argument if the rows do not divide among the
-  /// ranks; mismatch while a rank has joined.
+  /// Sends equally many rows of `data` to each rank, and writes the received rows into `received`,
+  /// of the same size. @throws Error as allgather_into(); invalid_argument if the rows do not
+  /// divide among the ranks; mismatch while a rank has joined.
   template <class In, class Out>
   void alltoall_into(In&& data, Out&& received, const Options& options = {}) {
     try_alltoall_into(data, received, options).value();
   }
-  /// As alltoall_into(), with the failure as a value.
+  /// As alltoall_into(), but returns the failure.
   template <class In, class Out>
   Result<void> try_alltoall_into(In&& data, Out&& received, const Options& options = {}) {
     return run(FARANDOLE_ALLTOALL, to_read(Span(data)), Span(received), options);
@@ -237,7 +238,7 @@ class RowCollectives {
                      const Options& options = {}) {
     try_alltoall_into(data, received, stream, options).value();
   }
-  /// As alltoall_into() in a stream, with the failure as a value.
+  /// As alltoall_into() in a stream, but returns the failure.
   template <class In, class Out>
   Result<void> try_alltoall_into(DeviceSpan<In> data, DeviceSpan<Out> received,
                                  const Stream& stream, const Options& options = {}) {

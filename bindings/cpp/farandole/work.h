@@ -39,21 +39,20 @@ int poll_until_complete(IsComplete is_complete, double timeout_s) {
 }  // namespace detail
 /// @endcond
 
-/// A started collective. The memory it was given is borrowed until it is complete, so the
-/// destructor
+/// A started collective. It borrows the caller's memory until it is complete, so the destructor
 /// waits for that.
 ///
-/// On the CPU done and complete are the same. On a GPU the collective is done when it is
-/// launched: all it does is in a stream of its own, and wait(stream) orders another stream after it
-/// while the host goes on; it is complete when the device has done it. Thread safety: one thread at
+/// On the CPU done and complete are the same. On a GPU the collective is done when it is launched
+/// in a stream of its own: wait(stream) orders another stream after it while the host goes on. It
+/// is complete when the device has executed it. Thread safety: one thread at
 /// a time. Lifetime: ends before its Context.
 class Work {
  public:
   /// Nothing in flight: complete.
   Work() = default;
-  /// The other one then holds nothing.
+  /// The other one is empty afterwards.
   Work(Work&&) = default;
-  /// Waits for what it held before.
+  /// Waits for the collective that it held before.
   Work& operator=(Work&& other) {
     if (this != &other) {
       finish();
@@ -66,19 +65,19 @@ class Work {
   /// Whether the collective is done: failed, or finished (CPU), or launched (GPU), so that
   /// wait(stream) would return at once.
   bool done() const { return work_ == nullptr || farandole_poll(work_.get()) == 1; }
-  /// Whether wait() would return at once: the memory is not touched any more.
+  /// Whether wait() would return at once: the library no longer uses the memory.
   bool is_complete() const {
     return work_ == nullptr || farandole_is_complete(work_.get()) != FARANDOLE_PENDING;
   }
-  /// Blocks the host until the result is there, also on a GPU. May be called again.
+  /// Blocks the host until the result is ready, also on a GPU. May be called again.
   /// @throws Error mismatch, aborted, timeout, unavailable: the collective failed.
   void wait() { try_wait().value(); }
-  /// As wait(), with the failure as a value.
+  /// As wait(), but returns the failure.
   Result<void> try_wait() {
     return work_ == nullptr ? Result<void>() : detail::check(wait_until_complete(-1));
   }
   /// Blocks for at most `timeout_s` seconds.
-  /// @return false if it goes on. @throws Error as wait().
+  /// @return false if it has not finished. @throws Error as wait().
   bool wait_for(double timeout_s) {
     if (work_ == nullptr) return true;
     const int code = wait_until_complete(timeout_s);
@@ -87,11 +86,11 @@ class Work {
     return true;
   }
 
-  /// Calls `call` exactly once with the outcome when the collective is done: now, on this thread,
-  /// if it is; otherwise on a thread of the library, where it may take long, start collectives and
-  /// wait for them. It must not throw. It may come after this Work has ended; the end of the
-  /// Context waits until it has returned. @throws Error resource_exhausted: there is no thread to
-  /// be had.
+  /// Calls `call` exactly once with the outcome when the collective is done. If it is done already,
+  /// this thread calls now; otherwise a thread of the library, so `call` may take long, start
+  /// collectives and wait for them. It must not throw. The call may come after this Work has ended;
+  /// the end of the Context waits until it has returned. @throws Error resource_exhausted: no
+  /// thread could be created.
   void when_done(std::function<void(Result<void>)> call) {
     if (work_ == nullptr) return call(Result<void>());
     auto held = std::make_unique<std::function<void(Result<void>)>>(std::move(call));
@@ -99,22 +98,21 @@ class Work {
     (void)held.release();  // call_back's
   }
 
-  /// GPU: blocks until the collective is launched; what is put into `stream` from then on comes
-  /// after it. The host does not wait for the device. May be called for several streams.
+  /// GPU: blocks until the collective is launched; work put into `stream` from then on runs after
+  /// it. The host does not wait for the device. May be called for several streams.
   /// @throws Error as wait(); invalid_argument: a stream of another device.
   void wait(const Stream& stream) { try_wait(stream).value(); }
-  /// As wait(stream), with the failure as a value.
+  /// As wait(stream), but returns the failure.
   Result<void> try_wait(const Stream& stream) {
     if (work_ == nullptr) return {};
     const farandole_stream waiting = detail::to_c(stream);
     return detail::check(farandole_wait_on(work_.get(), &waiting, -1));
   }
-  /// As wait(stream), and releases the collective: afterwards this holds nothing, and the memory
-  /// may be written or freed in the order of `stream`. If it fails, this still holds the
-  /// collective.
+  /// As wait(stream), and releases the collective: afterwards this is empty, and the memory may be
+  /// written or freed in the order of `stream`. If it fails, this still holds the collective.
   /// @throws Error as wait(stream).
   void hand_over(const Stream& stream) { try_hand_over(stream).value(); }
-  /// As hand_over(), with the failure as a value.
+  /// As hand_over(), but returns the failure.
   Result<void> try_hand_over(const Stream& stream) {
     Result<void> ordered = try_wait(stream);
     if (ordered.ok()) work_.reset();
