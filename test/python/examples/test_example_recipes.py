@@ -41,14 +41,6 @@ def test_the_first_steps_run_as_one_process_too():
     assert done.returncode == 0, done.stdout
 
 
-def test_fashion_mnist_with_16_bits_on_the_wire(small_data, tmp_path):  # noqa: F811
-    output = run_smoke(
-        "fashion_mnist.py", "--data-dir", small_data, "--compression", "bf16",
-        "--batch-size", 10, "--loss-curve", tmp_path / "curve.png",
-    )  # fmt: skip
-    assert output.splitlines()[-1].endswith("replicas=identical")
-
-
 def test_fashion_mnist_with_adasum(small_data, tmp_path):  # noqa: F811
     output = run_smoke(
         "fashion_mnist.py", "--data-dir", small_data, "--adasum", "--batch-size", 10,

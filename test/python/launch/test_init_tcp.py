@@ -1,7 +1,5 @@
 """Jobs without MPI: ranks that are told by variables, arguments, stores or torchrun where rank 0 is."""
 
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -142,22 +140,6 @@ def test_an_initialized_torch_distributed_is_enough():
         check()
     """
     expect_sums(2, run(2, script))
-
-
-def torchrun(size, *arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-    return subprocess.run(
-        [*command, *arguments], env=environment(), text=True, timeout=120, check=False,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-
-
-def test_torchrun_starts_a_job(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(BODY + "fl.init()\ncheck()\n")
-    done = torchrun(2, str(script))
-    assert done.returncode == 0, done.stdout
-    assert {"rank 0 of 2: 3", "rank 1 of 2: 3"} <= set(done.stdout.splitlines())
 
 
 def test_errors_of_a_store_end_init_as_they_are():

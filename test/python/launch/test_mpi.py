@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from ranks import mpirun, run_mpi
+from ranks import mpirun, run_forked, run_mpi
 
 pytestmark = pytest.mark.mpi
 
@@ -220,7 +220,7 @@ def test_ctrl_c_in_a_blocking_call_leaves_memory_to_the_operation_in_flight():
 
 @pytest.mark.torch
 def test_ctrl_c_inside_backward_leaves_a_round_that_zero_grad_settles():
-    told = run_mpi(
+    told = run_forked(
         2,
         script("""
             import signal, torch
@@ -262,7 +262,7 @@ def test_junk_in_a_setting_is_a_value_error_that_names_it():
 
 @pytest.mark.torch
 def test_data_loader_workers_may_fork():
-    told = run_mpi(
+    told = run_forked(
         2,
         """
         import torch

@@ -18,7 +18,7 @@ import farandole.torch as fl
 from ranks import run_threads
 
 SIZE, COUNT, STEPS = 2, 32, 3
-GRAPHS = int(os.environ.get("FARANDOLE_TEST_GRAPHS", "200"))
+GRAPHS = int(os.environ.get("FARANDOLE_TEST_GRAPHS", "100"))
 SHAPES = [(COUNT,), (1, COUNT), (COUNT, 1), (4, COUNT // 4), (1,)]
 #: Whose gradients the leaves have: optimizers, a parameter that is not wrapped, an input.
 FIRST, SECOND, NOBODY = range(3)
