@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <string>
 #include <utility>
 
@@ -140,6 +141,26 @@ std::optional<Layout> Record(const py::object& parameter) {
   return layout;
 }
 
+/// A copy of small elements in C order, in host memory, by DLPack's C functions: torch's detach()
+/// and clone() take ten times as long. Null: it is none of these.
+py::object CopyOfSmall(const py::object& gradient) {
+  constexpr size_t kMostBytes = size_t{1} << 14;
+  const ArrayType& type = TypeOf(gradient);
+  const std::optional<Layout> layout = Peek(gradient);
+  if (type.api == nullptr || !layout || layout->tensor.device.device_type != kDLCPU ||
+      !IsCOrder(layout->tensor) || IsNegated(gradient))
+    return {};
+  const DLTensor& from = layout->tensor;
+  const std::vector<int64_t> shape(from.shape, from.shape + from.ndim);
+  size_t bytes = size_t{from.dtype.bits} * from.dtype.lanes / 8;
+  for (const int64_t extent : shape) bytes *= static_cast<size_t>(extent);
+  if (bytes == 0 || bytes > kMostBytes) return {};
+  ManagedTensor made = Allocate(type, from.device, from.dtype, shape);
+  if (made == nullptr) return {};
+  std::memcpy(AddressOf(made->dl_tensor), AddressOf(from), bytes);
+  return Adopted(type, std::move(made));
+}
+
 /// As the C ABI takes descriptions; refers to all that it is made of.
 std::vector<farandole_tensor> ToTensors(const std::vector<std::string>& names,
                                         const std::vector<Gradients::Description>& descriptions) {
@@ -211,7 +232,8 @@ py::object GradientSlot::GradientDtype() const {
 
 bool GradientSlot::HoldsReduced(const py::object& gradient) const {
   if (!reduced || gradient.is_none()) return false;
-  return PyWeakref_Check(reduced.ptr()) ? reduced().is(gradient) : reduced.is(gradient);
+  PyObject* const object = reduced.ptr();
+  return (PyWeakref_Check(object) ? PyWeakref_GetObject(object) : object) == gradient.ptr();
 }
 
 farandole_vote GradientSlot::Vote(const py::object& gradient) const {
@@ -529,9 +551,10 @@ py::object Gradients::OwnMemory(GradientSlot& slot, const py::object& gradient) 
   if (is_own) return gradient;
   const py::object owner = Owner();
   const bool is_elsewhere = is_cuda() && !IsSameStream(slot.made_in, StreamNow());
-  const py::object copy = is_elsewhere && owner
-                              ? owner.attr("copy_in")(gradient, ToPair(slot.made_in))
-                              : gradient.attr("detach")().attr("clone")();
+  py::object copy = is_elsewhere && owner
+                        ? owner.attr("copy_in")(gradient, ToPair(slot.made_in))
+                        : CopyOfSmall(gradient);
+  if (!copy) copy = gradient.attr("detach")().attr("clone")();
   if (slot.is_fresh) py::setattr(slot.parameter, "grad", copy);
   return copy;
 }
