@@ -55,14 +55,14 @@ const std::array kSettings = {
     Setting{"FARANDOLE_GROUP_BYTES", &Config::group_bytes, "bytes", 0, kMaxBytes, true,
             "Gradients are announced in groups of about this size."},
     Setting{"FARANDOLE_ID_TABLE_SIZE", &Config::id_table_size, "entries", 0, 1'048'576, true,
-            "Tensors whose readiness travels as a number; further ones are slower, never wrong."},
+            "Tensors whose readiness travels as a number; further tensors work, but slower."},
     Setting{"FARANDOLE_WINDOW", &Config::window, "batches", 1, 64, true,
             "Batches of a process set in flight at a time; further tensors wait and are fused."},
     Setting{"FARANDOLE_LIVENESS_TIMEOUT_S", &Config::liveness_timeout_s, "seconds", 0,
             kMostSettingSeconds, false,
-            "A rank whose process has been stopped this long, or that other hosts cannot reach, is "
-            "lost, as one that has died; none is while all stand still, nor is one stopped by a "
-            "debugger where its own host watches it; 0: never."},
+            "A rank that has been stopped this long, or that other hosts cannot reach, is lost, "
+            "as if it had died. Ranks that all stop together are not lost, nor is one that a "
+            "debugger stops, if its own host watches it; 0: never."},
     Setting{"FARANDOLE_STALL_WARNING_S", &Config::stall_warning_s, "seconds", 0,
             kMostSettingSeconds, false,
             "A tensor that has waited this long for a rank is reported; 0: never."},
@@ -74,36 +74,35 @@ const std::array kSettings = {
     Setting{"FARANDOLE_STALL_CHECK_DISABLE", &Config::stall_check_disable, "", 0, 0, false,
             "Whether stalls are neither reported nor end the job, whatever their time limits."},
     Setting{"FARANDOLE_DIVERGENCE_CHECK", &Config::divergence_check, "", 0, 0, true,
-            "Whether the job ends at once, by an error on all ranks, when ranks wait for different "
-            "operations and none can go on; 0: stalls are reported. For programs in which a thread "
-            "makes its first call while all others wait in theirs."},
+            "Whether the job ends at once, by an error on all ranks, when ranks wait for "
+            "different operations and none can go on; 0: only stalls are reported, for programs "
+            "in which a thread makes its first call while all others wait."},
     Setting{"FARANDOLE_PLANE_TIMEOUT_S", &Config::plane_timeout_s, "seconds", 0.001,
             kMostSettingSeconds, false,
-            "A started operation fails after this long without progress; time in which the process "
-            "was stopped, or the machine slept, is not counted."},
+            "A started operation fails after this long without progress; time during which the "
+            "process was stopped, or the machine slept, does not count."},
     Setting{"FARANDOLE_INIT_TIMEOUT_S", &Config::init_timeout_s, "seconds", 0.001,
             kMostSettingSeconds, false, "How long init waits until all ranks have called it."},
-    Setting{
-        "FARANDOLE_SHUTDOWN_TIMEOUT_S", &Config::shutdown_timeout_s, "seconds", 0.001,
-        kMostSettingSeconds, false,
-        "How long one library call may take while the rank leaves or joins. A rank that ends with "
-        "an exit code other than 0 waits so long for the others, but 2 s at most; one that ends "
-        "well waits as long as they live."},
-    Setting{
-        "FARANDOLE_SHARED_MEMORY", &Config::shared_memory, "", 0, 0, true,
-        "Whether ranks of one host exchange messages, and process sets whose ranks are all there "
-        "also data, through shared memory; 0: over the network."},
+    Setting{"FARANDOLE_SHUTDOWN_TIMEOUT_S", &Config::shutdown_timeout_s, "seconds", 0.001,
+            kMostSettingSeconds, false,
+            "How long one library call may take while the rank leaves or joins. A rank that ends "
+            "with an exit code other than 0 waits this long for the others, but at most 2 s; one "
+            "that ends with 0 waits as long as they live."},
+    Setting{"FARANDOLE_SHARED_MEMORY", &Config::shared_memory, "", 0, 0, true,
+            "Whether ranks of one host use shared memory: for messages, and for the data of "
+            "process sets whose ranks are all on that host; 0: the network."},
     Setting{"FARANDOLE_HIERARCHICAL_ALLREDUCE", &Config::hierarchical_allreduce, "", 0, 0, true,
-            "Whether process sets on several hosts reduce and broadcast through shared memory in "
-            "each host and over the network between hosts only; 0: over that alone."},
+            "Whether process sets on several hosts reduce and broadcast through shared memory "
+            "within each host and over the network only between hosts; 0: over the network "
+            "alone."},
     Setting{"FARANDOLE_JOIN_ALLREDUCE_ONLY", &Config::join_allreduce_only, "", 0, 0, true,
-            "Whether ranks that have joined take part in allreduces alone, and other collectives "
-            "fail while there are some; so it is in Horovod, and in farandole.compat."},
-    Setting{
-        "FARANDOLE_NAN_CHECK", &Config::nan_check, "", 0, 0, false,
-        "Whether inputs of allreduces and reducescatters in host memory are searched for nan "
-        "and infinity. raise: the operation fails on all ranks, by an error that names the "
-        "rank, the tensor or the gradient and its step, and the element; warn: that is logged."},
+            "Whether only allreduces work while some ranks have joined, and other collectives "
+            "fail, as in Horovod and in farandole.compat."},
+    Setting{"FARANDOLE_NAN_CHECK", &Config::nan_check, "", 0, 0, false,
+            "Whether inputs of allreduces and reducescatters in host memory are searched for nan "
+            "and infinity. raise: the operation fails on all ranks, by an error that names the "
+            "rank, the element, and the tensor or the gradient and its step; warn: the rank logs "
+            "the same."},
     Setting{"FARANDOLE_LOG_LEVEL", &Config::log_level, "", 0, 0, false,
             "Least severe message written to stderr."},
     Setting{
@@ -115,8 +114,8 @@ const std::array kSettings = {
         "FARANDOLE_FUSION_THRESHOLD for tensors on a GPU, where copies overlap with computation."},
     Setting{"FARANDOLE_CUDA_TIMEOUT_S", &Config::cuda_timeout_s, "seconds", 0.001,
             kMostSettingSeconds, false,
-            "FARANDOLE_PLANE_TIMEOUT_S for work on a GPU. What the GPUs of other ranks have to do "
-            "before it counts; what this rank's own GPU has to do does not."},
+            "FARANDOLE_PLANE_TIMEOUT_S for work on a GPU. It includes earlier work of other "
+            "ranks' GPUs, but not of this rank's own GPU."},
     Setting{"FARANDOLE_CUDA_PLUGIN", &Config::cuda_plugin, "path", 0, 0, false,
             "The CUDA plug-in; empty: libfarandole_cuda.so beside libfarandole.so."},
     Setting{"FARANDOLE_NCCL", &Config::nccl_library, "path", 0, 0, false,
@@ -125,23 +124,22 @@ const std::array kSettings = {
     Setting{"FARANDOLE_SHARE_GPU", &Config::share_gpu, "", 0, 0, true,
             "Whether ranks that share a GPU use NCCL (2.30 or newer) instead of host memory."},
     Setting{"FARANDOLE_NCCL_REGISTER", &Config::nccl_register, "", 0, 0, true,
-            "Whether buffers in which tensors on a GPU are fused are memory of NCCL's, registered "
-            "with it; not where ranks share a GPU."},
-    Setting{
-        "FARANDOLE_TIMELINE", &Config::timeline, "path", 0, 0, false,
-        "File for the timeline that chrome://tracing shows; {rank} in its name: every rank writes "
-        "its own, else rank 0 alone. Empty or DYNAMIC: none until one is started."},
+            "Whether tensors on a GPU are fused in memory that NCCL allocates and registers; not "
+            "where ranks share a GPU."},
+    Setting{"FARANDOLE_TIMELINE", &Config::timeline, "path", 0, 0, false,
+            "File for the timeline that chrome://tracing shows; with {rank} in its name every "
+            "rank writes one, else only rank 0. Empty or DYNAMIC: none until one is started."},
     Setting{"FARANDOLE_TIMELINE_MARK_CYCLES", &Config::timeline_marks, "", 0, 0, false,
             "Whether rank 0's decisions are marked in the timeline."},
     Setting{"FARANDOLE_FLIGHT_RECORDER_DIR", &Config::flight_recorder_dir, "path", 0, 0, false,
-            "Folder in which a rank writes what it did lately, for `farandole explain`: at an "
+            "Folder into which a rank writes its last operations, for `farandole explain`: at an "
             "error that ends the job, at a stall and on SIGUSR1; empty: no files."},
     Setting{"FARANDOLE_NETWORK", &Config::network, "name", 0, 0, false,
-            "What the ranks exchange messages over: mpi, tcp, or auto, which is MPI where an MPI "
-            "launcher started them."},
+            "The network between ranks: mpi, tcp, or auto, which is MPI where an MPI launcher "
+            "started them."},
     Setting{"FARANDOLE_INTERFACE", &Config::interfaces, "names", 0, 0, false,
             "Network interfaces that TCP uses, by name or as networks such as 10.1.0.0/16, "
-            "separated by commas; empty: all, or loopback where rank 0's address is that."},
+            "separated by commas; empty: all, or loopback if rank 0's address is loopback."},
     Setting{"FARANDOLE_TCP_STREAMS", &Config::tcp_streams, "sockets", 1, 64, true,
             "TCP connections between two ranks for each data plane."},
     Setting{"FARANDOLE_MPI_PLUGIN", &Config::mpi_plugin, "path", 0, 0, false,
