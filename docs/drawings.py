@@ -1,8 +1,10 @@
 """Draws the SVG files of README.md and of these documents: `python docs/drawings.py`. A test compares them.
 
-The chart's figures are read from docs/performance.md, column Xeon, all of which was measured within seven minutes.
+The chart's figures are read from docs/performance.md, column Xeon, all of which was measured within seven minutes;
+those of scaling.svg from the table of docs/scaling.md.
 """
 
+import math
 import pathlib
 import re
 from html import escape
@@ -57,6 +59,12 @@ class Drawing:
         self._parts.append(f'<line x1="{start[0]}" y1="{start[1]}" x2="{end[0]}" y2="{end[1]}" stroke="{colour}" '
                            f'stroke-width="1.8"{dashes}{marks}/>')  # fmt: skip
 
+    def curve(self, points: list[tuple[float, float]], colour: str) -> None:
+        """A line through points, with a dot on each."""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self._parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.5"/>')
+        self._parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>' for x, y in points]
+
     def bar(self, x: float, y: float, width: float, height: float, fill: str) -> None:
         """A filled rectangle."""
         self._parts.append(f'<rect x="{x}" y="{y}" width="{width:.1f}" height="{height}" fill="{fill}"/>')
@@ -104,6 +112,28 @@ def chart() -> str:
             drawing.bar(152, y - 15, value * scale, 20, colour)
             drawing.text(160 + value * scale, y, f"{value:g}", "start", bold=name == "Farandole")
         y += 38
+    return drawing.svg()
+
+
+def scaling() -> str:
+    """Time of a round of the negotiation by ranks, a line for each number of tensors; both axes are logarithmic."""
+    table = (DOCS / "scaling.md").read_text().partition("## Figures")[2].partition("![")[0]
+    rows = re.findall(r"\| (\d+) \| (\d+) \| ([\d.]+) ", table)
+    drawing = Drawing(860, 420, "Microseconds until all ranks know that all tensors are ready, by ranks")
+    drawing.text(24, 32, "A round of the negotiation, simulated, in microseconds by ranks", "start", bold=True, size=15)
+
+    def at(ranks: float, us: float) -> tuple[float, float]:
+        return 70 + 130 * math.log10(ranks), 370 - 105 * math.log10(us)
+
+    for us in (1, 10, 100, 1000):
+        drawing.line(at(1, us), at(100_000, us), "")
+        drawing.text(60, at(1, us)[1] + 5, f"{us:,}", "end", GREY)
+    for ranks in (1, 10, 100, 1000, 10_000, 100_000):
+        drawing.text(at(ranks, 1)[0], 395, f"{ranks:,}", colour=GREY)
+    for tensors, colour in ((10_000, ORANGE), (200, BLUE), (19, GREEN)):
+        points = [at(int(ranks), float(us)) for ranks, count, us in rows if int(count) == tensors]
+        drawing.curve(points, colour)
+        drawing.text(points[-1][0] + 12, points[-1][1] + 5, f"{tensors:,} tensors", "start", colour, bold=True)
     return drawing.svg()
 
 
@@ -184,7 +214,7 @@ def hosts() -> str:
     return drawing.svg()
 
 
-DRAWINGS = {"chart.svg": chart, "job.svg": job, "gradient.svg": gradient, "hosts.svg": hosts}
+DRAWINGS = {"chart.svg": chart, "scaling.svg": scaling, "job.svg": job, "gradient.svg": gradient, "hosts.svg": hosts}
 
 if __name__ == "__main__":
     for name, draw in DRAWINGS.items():
