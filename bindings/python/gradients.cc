@@ -232,8 +232,7 @@ py::object GradientSlot::GradientDtype() const {
 
 bool GradientSlot::HoldsReduced(const py::object& gradient) const {
   if (!reduced || gradient.is_none()) return false;
-  PyObject* const object = reduced.ptr();
-  return (PyWeakref_Check(object) ? PyWeakref_GetObject(object) : object) == gradient.ptr();
+  return PyWeakref_Check(reduced.ptr()) ? reduced().is(gradient) : reduced.is(gradient);
 }
 
 farandole_vote GradientSlot::Vote(const py::object& gradient) const {
