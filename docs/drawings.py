@@ -159,8 +159,8 @@ def job() -> str:
 
 
 def gradient() -> str:
-    """The road of a gradient, as a sequence of events between two ranks."""
-    drawing = Drawing(860, 560, "The road of a gradient from backward() to step()")
+    """The path of a gradient, as a sequence of events between two ranks."""
+    drawing = Drawing(860, 560, "The path of a gradient from backward() to step()")
     columns = [100, 320, 540, 760]
     names = ["rank 0: program", "rank 0: engine", "rank 1: engine", "rank 1: program"]
     for number, (x, name) in enumerate(zip(columns, names, strict=True)):
