@@ -98,8 +98,8 @@ inline std::optional<c10::Device> device_of_first(::torch::optim::Optimizer& opt
 }  // namespace detail
 /// @endcond
 
-/// Gives every rank the optimizer state and options of rank `root`; takes no step to create state.
-/// The state travels through the host's memory and is put where the optimizer's first parameter is.
+/// Copies the optimizer state and options of rank `root` to every rank, without a step to create
+/// state. The state travels through host memory and is placed on the device of the first parameter.
 /// @param context   All its ranks call.
 /// @param optimizer Any of torch::optim, wrapped or not, over the same parameters on all ranks.
 /// @param root      Whose state wins.
@@ -127,20 +127,20 @@ inline void broadcast_optimizer_state(Context& context, ::torch::optim::Optimize
 
 /// An `Opt` of torch::optim whose gradients are those of all ranks when it steps.
 ///
-/// Gradients travel while backward() goes on; step() waits for them. Several backward passes before
-/// a step add up: how many there are is learned in the first step. It is an `Opt`: learning rate
-/// schedulers, param_groups() and state() work as ever.
+/// Gradients travel during backward(); step() waits for them. Several backward passes before a step
+/// accumulate; the first step learns their number. It is an `Opt`: learning rate schedulers,
+/// param_groups() and state() work as usual.
 /// @code
 /// farandole::torch::DistributedOptimizer<torch::optim::SGD> optimizer(
 ///     context, model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
 /// @endcode
-/// A parameter without a gradient on this rank receives the others' mean, divided by the full size;
-/// one without a gradient anywhere keeps none. Memory that .grad shares with other tensors is not
-/// written: such a gradient is copied first, except where the user has placed it there, as in a
-/// flat buffer. On a GPU hooks send behind the stream that is current in them, and step() makes
-/// the current stream wait, not the host. After a failed backward call zero_grad(): the other
-/// ranks' step() then throws `aborted`. Thread safety: as of Opt. Lifetime: ends before the
-/// Context.
+/// A parameter without a gradient on this rank receives the other ranks' sum, divided by the number
+/// of all ranks; one without a gradient on any rank keeps none. If autograd's .grad shares memory
+/// with other tensors, the gradient is copied first; one that you placed yourself, for example in a
+/// flat buffer, is reduced in place. On a GPU hooks send after the stream that is current in them,
+/// and step() makes the current stream wait, not the host. After a failed backward call
+/// zero_grad(): the other ranks' step() then throws `aborted`. Thread safety: as of Opt. Lifetime:
+/// ends before the Context.
 template <class Opt>
 class DistributedOptimizer : public Opt {
  public:
@@ -181,8 +181,8 @@ class DistributedOptimizer : public Opt {
     return loss;
   }
 
-  /// Reduces what has not been sent yet and waits: gradients are final afterwards, for clipping.
-  /// A step() that follows finds them clean and exchanges nothing.
+  /// Reduces the gradients not sent yet and waits: all are final afterwards, for example for
+  /// clipping. A step() that follows exchanges nothing.
   void synchronize() {
     std::size_t parameters = 0;
     for (const auto& group : this->param_groups()) parameters += group.params().size();

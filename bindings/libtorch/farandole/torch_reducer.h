@@ -27,11 +27,11 @@ namespace farandole::torch {
 struct GradientOptions : farandole::GradientOptions {
   /// Names for messages, usually `model->named_parameters()`; parameters without one are numbered.
   ::torch::OrderedDict<std::string, ::torch::Tensor> names;
-  /// Autograd makes fresh gradients in memory that the ranks of a host share, and they are reduced
-  /// there without a copy. For that torch's allocator of host memory is replaced by one that gives
-  /// such a block to whatever a backward pass allocates of a gradient's size, and all else to the
-  /// one before. Takes up the memory of one gradient per parameter, also while there are none.
-  /// Gradients that are kept stay as they are. On the CPU; ranks may differ in it.
+  /// Whether autograd allocates gradients in memory that the ranks of a host share, where they are
+  /// reduced without a copy. This replaces torch's allocator of host memory by one that returns a
+  /// shared block when a backward pass allocates a gradient's size, and forwards all other requests
+  /// to the previous allocator. The blocks always take the memory of one gradient per parameter. A
+  /// gradient that you keep stays unchanged. On the CPU only; ranks may differ in it.
   bool share_gradients = false;
 };
 

@@ -103,7 +103,7 @@ inline ::torch::Tensor allgather(Context& context, const ::torch::Tensor& tensor
   return all.tensor.to(tensor.device());
 }
 
-/// Reduces a tensor over all ranks and gives each rank its split of the rows; see
+/// Reduces a tensor over all ranks and returns this rank's split of the rows; see
 /// Context::reducescatter. On a GPU the current stream waits for the result, not the host.
 /// @throws Error as Context::reducescatter.
 inline ::torch::Tensor reducescatter(Context& context, const ::torch::Tensor& tensor,

@@ -28,20 +28,20 @@ def run(
 ) -> list[Any]:  # fmt: skip
     """Calls ``fn(*args)`` on ``num_workers`` ranks of a Ray cluster; the function calls ``init()`` itself.
 
-    The cluster is the one that this process is connected to, else the one of RAY_ADDRESS, else one on this host.
-    Ranks of one node have neighbouring numbers. With GPUs each rank sees those of all ranks of its node, so that
-    ``local_rank()`` is its device, as under the other launchers.
+    It uses the Ray cluster that this process is connected to, else the one at RAY_ADDRESS, else it starts one on
+    this host. Ranks of a node have consecutive numbers. With GPUs each rank sees those of all ranks of its node, so
+    that ``local_rank()`` is its device, as under the other launchers.
 
     Args:
-        resources_per_worker: Such as ``{"CPU": 4, "GPU": 1}``; one CPU if nothing is said.
-        timeout_s: For the cluster to have room for all of them.
+        resources_per_worker: Such as ``{"CPU": 4, "GPU": 1}``; default: one CPU.
+        timeout_s: How long to wait until the cluster has room for all workers.
 
     Returns:
         The results by rank.
 
     Raises:
-        RuntimeError: A rank failed, and the others were ended; the text names the one that failed first, and ends
-            with its traceback. Or the cluster has no room.
+        RuntimeError: A rank failed, and the others were ended; the message names the rank that failed first and
+            ends with its traceback. Or the cluster has no room.
     """
     if not ray.is_initialized():
         ray.init()

@@ -1,4 +1,4 @@
-"""``run(function, np=N)``: calls a function on several ranks and gives their results."""
+"""``run(function, np=N)``: calls a function on several ranks and returns their results."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ def run(
 ) -> list[Any]:  # fmt: skip
     """Calls ``func(*args, **kwargs)`` on every rank of a job and waits for all.
 
-    The function travels by cloudpickle: one of the script or a notebook by value, one of another module
-    by its name. It calls ``init()`` itself. What ranks print comes out here, marked with their rank. On
-    the main thread Ctrl-C ends the job with KeyboardInterrupt.
+    cloudpickle carries the function: by value if the script or a notebook defines it, by name if another
+    module does. The function calls ``init()`` itself. The output of the ranks appears here, marked with their
+    rank. On the main thread Ctrl-C ends the job with KeyboardInterrupt.
 
     Args:
         func, args, kwargs: What each rank calls; the result must be picklable.
-        num_proc, np: Ranks in all; ``np`` wins.
+        num_proc, np: The number of ranks; ``np`` overrides ``num_proc``.
         executable: Python on the ranks; default: this one.
-        min_num_proc, max_num_proc, min_np, max_np, reset_limit, cooldown_range: Refused: the number of
-            ranks is fixed for a job.
-        disable_cache: Asks for what is done anyway.
-        hosts: This and the others are as the flags of ``farandolerun``; slots is --slots-per-host.
+        min_num_proc, max_num_proc, min_np, max_np, reset_limit, cooldown_range: Refused: the number of ranks
+            of a job is fixed.
+        disable_cache: Ignored: nothing is cached.
+        hosts: This and the others correspond to the flags of ``farandolerun``; slots is --slots-per-host.
 
     Returns:
         The results by rank.
 
     Raises:
         ValueError: An argument is wrong or has no meaning here.
-        RuntimeError: A rank failed; the text says which one first, and ends with its traceback.
+        RuntimeError: A rank failed; the message names the rank that failed first and ends with its traceback.
     """
     import cloudpickle  # only here: farandolerun does not need it
 

@@ -1,4 +1,4 @@
-"""The backend ``farandole`` of ``torch.distributed``, for DDP, FSDP and whatever else is written for that.
+"""The backend ``farandole`` of ``torch.distributed``, for DDP, FSDP and other users of it.
 
     import torch.distributed as dist
     import farandole.torch.distributed
@@ -8,19 +8,19 @@
 One file: a group, its works, calls and pairs are made of one another.
 
 Importing this module registers the backend for tensors in host memory and on NVIDIA GPUs; torch 2.14 and
-newer find it by its name, without the import. Every group is a job of its own between its ranks, which meet
-at the store that torch gives the group: its collectives, errors and end concern nobody outside of it. A group
-costs three sleeping threads and about ten descriptors.
+newer find it by its name, without the import. Every group is a job of its own. Its ranks meet at the store that
+torch passes to the group, and its collectives, errors and end do not affect other groups. A group costs three
+sleeping threads and about ten descriptors.
 
 ``init_method="farandole://"`` finds rank, size and store under any launcher of Farandole, such as
 ``farandolerun`` and ``mpirun``; the default, ``"env://"``, needs the variables that ``torchrun`` sets.
 
-Collectives of a group are matched by what they are (the collective, dtype, shape, operation, root) and by
-how many such calls came before. All ranks must make them in the same order: ranks of which each waits for a
-call that the other ones have not made get an error that names the calls and their places in the program.
+Collectives of a group are matched by collective, dtype, shape, operation and root, and by how many such calls came
+before. All ranks must call them in the same order: if each rank waits for a call that another one has not made, all
+get an error that names the calls and their places in the program.
 
-Messages (``send``, ``recv``) travel between two ranks in a job of those two, made when the first one is
-started, as NCCL makes a communicator for each pair; in a group of two ranks it is the group's.
+Messages (``send``, ``recv``) between two ranks travel in a job of those two, created by the first message, as NCCL
+creates a communicator for each pair; in a group of two ranks it is the group's job.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _TorchGroup: Any = dist.ProcessGroup
 
 
 class Work(_TorchWork):
-    """A collective in flight, as ``async_op=True`` gives it.
+    """A collective in flight, as ``async_op=True`` returns it.
 
     Args:
         handles: The operations.
@@ -108,7 +108,7 @@ class Work(_TorchWork):
         """Waits until the tensors hold the result, or, on a GPU, makes the current stream wait for it.
 
         Raises:
-            TimeoutError: ``timeout`` has passed; the collective goes on.
+            TimeoutError: ``timeout`` has passed; the collective is still in flight.
             HorovodInternalError: It failed; the message says why and names the rank.
         """
         timeout = timeout or self.timeout
@@ -437,7 +437,7 @@ class _Pair:
 
 
 class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
-    """A group of ranks; ``torch.distributed`` makes it.
+    """A group of ranks, created by ``torch.distributed``.
 
     Thread safety: any thread; collectives must come in the same order on all ranks.
     """
@@ -494,9 +494,10 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
     # Its end.
 
     def shutdown(self) -> None:
-        """Leaves the group once all its ranks do, as ``destroy_process_group`` does.
+        """Leaves the group when all its ranks do, as ``destroy_process_group`` does.
 
-        A failure that no collective has raised here is a warning: an error would keep the other groups from their end.
+        A failure that no collective has raised on this rank is a warning: an error would leave the other groups
+        open.
         """
         _open_groups.discard(self)
         self._close_pairs()
@@ -509,7 +510,7 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
             self.completer.stop()
 
     def abort(self) -> None:
-        """Leaves the group at once: what is in flight ends with an error, on all its ranks."""
+        """Leaves the group at once: operations in flight end with an error on all its ranks."""
         _open_groups.discard(self)
         self._announce_leaving()
         for pair in list(self._pairs.values()):

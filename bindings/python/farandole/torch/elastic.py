@@ -1,4 +1,4 @@
-"""The names of ``horovod.torch.elastic``: commit in memory, and go on from there after a failure.
+"""The names of ``horovod.torch.elastic``: commits in memory, and continues from there after a failure.
 
 The number of ranks is fixed: the loss of a rank ends the job.
 docs/training.md, "Commit and restore", has an example.
@@ -39,11 +39,11 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class State:
-    """What a training function keeps; subclasses say how it is saved, restored and synchronized.
+    """The state of a training function; subclasses define how to save, restore and synchronize it.
 
     Args:
-        bcast_object: Gives every rank rank 0's object; None: ``broadcast_object``.
-        get_rank: Horovod's, not used.
+        bcast_object: A function that sends rank 0's object to every rank; None: ``broadcast_object``.
+        get_rank: Ignored; for compatibility with Horovod.
     """
 
     commits = 0
@@ -64,7 +64,7 @@ class State:
             callback()
 
     def commit(self) -> None:
-        """Saves the state in memory, as what a failure goes back to; no communication.
+        """Saves the state in memory, to which a failure returns; no communication.
 
         Every rank calls it at the same place of the program, after the optimizer's ``step()``:
         gradients are not saved.
@@ -81,11 +81,11 @@ class State:
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Brings the state back to what was last saved."""
+        """Restores what was last saved."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Gives every rank rank 0's state, and saves it."""
+        """Copies rank 0's state to every rank, and saves it."""
         raise NotImplementedError
 
     def reset(self) -> None:
@@ -95,14 +95,14 @@ class State:
 class ObjectState(State):
     """State made of attributes: models, optimizers, samplers, schedulers, and any values.
 
-    Of whatever has ``state_dict()`` and ``load_state_dict()`` the state is saved and the object stays
-    the same; of everything else a deep copy.
+    For objects with ``state_dict()`` and ``load_state_dict()`` it saves the state and keeps the object;
+    everything else is deep-copied.
 
     Args:
         bcast_object, get_rank: As of :class:`State`.
-        values: The attributes, the same names in the same order on every rank; all may be assigned.
+        values: The attributes, with the same names in the same order on every rank; they may be reassigned.
     Raises:
-        ValueError: A name is that of a method.
+        ValueError: A name is the name of a method.
     """
 
     def __init__(self, bcast_object: _Broadcast = None, get_rank: object = None, **values: Any) -> None:
