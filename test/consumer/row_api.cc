@@ -86,17 +86,6 @@ void TestAllgather(Context& context) {
   EXPECT(context.allgather(std::vector<T>(), Named("nothing")).empty());
 }
 
-// As many rows as this use and this rank say, under one name.
-void TestRowsThatChange(Context& context) {
-  for (int use = 0; use < 6; ++use) {
-    std::vector<int> expected;
-    const auto rows = [&](int rank) { return (use * (rank + 1)) % 5; };
-    for (int rank = 0; rank < context.size(); ++rank) Append(expected, From<int>(rank, rows(rank)));
-    const std::vector<int> mine = From<int>(context.rank(), rows(context.rank()));
-    EXPECT(context.allgather(mine, Named("changing")) == expected);
-  }
-}
-
 template <class T>
 void TestReducescatter(Context& context) {
   const int n = context.size();
@@ -234,66 +223,6 @@ void TestSetWithoutRanks(Context& context) {
   ExpectError([&] { context.reducescatter_into(data, taken, options); }, invalid, text);
 }
 
-void TestDisagreement(Context& context) {
-  if (context.size() == 1) return;
-  const Code mismatch = Code::mismatch;
-  const std::int64_t row = context.rank() == 0 ? 2 : 3;
-  ExpectError([&] { context.allgather(std::vector<float>(6), Named("rows", row)); }, mismatch,
-              "allgather \"rows\": rank 0 sent float32 [0,2]");
-  const Splits even(static_cast<std::size_t>(context.size()), 1);
-  const std::vector<double> data(even.size());
-  const std::vector<float> other(even.size());
-  ExpectError(
-      [&] {
-        if (context.rank() == 0) context.alltoall(data, even, Named("types"));
-        if (context.rank() != 0) context.alltoall(other, even, Named("types"));
-      },
-      mismatch, "alltoall \"types\": rank 0 sent float64 [0]");
-}
-
-// Ranks call different collectives under one name.
-void TestAnotherCollective(Context& context) {
-  if (context.size() == 1) return;
-  const auto size = static_cast<std::size_t>(context.size());
-  std::vector<int> data(size, 1), all(size * size);
-  const auto expect = [&](const auto& first, const auto& others, const char* text) {
-    ExpectError([&] { context.rank() == 0 ? first() : others(); }, Code::mismatch, text);
-  };
-  const auto reduce = [&] { context.allreduce(data, Named("k")); };
-  const auto gather = [&] { context.allgather(data, Named("k")); };
-  const auto exchange = [&] { context.alltoall(data, Splits(size, 1), Named("k")); };
-  const auto gather_into = [&] { context.allgather_into(data, all, Named("k")); };
-  const auto add_up = [&] { context.reducescatter(data, Named("k")); };
-  expect(reduce, gather, "\"k\": rank 0 called allreduce, rank");
-  expect(exchange, gather, "\"k\": rank 0 called alltoall, rank");
-  expect(gather_into, exchange, "\"k\": rank 0 called allgather, rank");
-  expect(add_up, gather, "\"k\": rank 0 called reducescatter, rank");
-  context.rank() == 0 ? gather_into() : gather();
-  EXPECT(context.rank() != 0 || all == std::vector<int>(size * size, 1));
-  gather();
-  exchange();
-}
-
-// Two threads of rank 0 use one name: one of them is refused, whatever the other has come to.
-void TestOneNameTwice(Context& context) {
-  if (context.size() == 1) return;
-  const auto gather = [&] { return context.try_allgather(std::array<int, 1>{1}, Named("twice")); };
-  const auto use = [&] {
-    const auto outcome = gather();
-    if (!outcome.ok()) context.barrier(Named("refused"));
-    EXPECT(outcome.ok() ||
-           std::strstr(outcome.error().what(), "\"twice\" is already in flight") != nullptr);
-  };
-  if (context.rank() == 0) {
-    std::thread other(use);
-    use();
-    other.join();
-  } else {
-    context.barrier(Named("refused"));
-    EXPECT(gather().ok());
-  }
-}
-
 // Rank 1 has no memory for what comes; the others get theirs.
 void TestNoMemory(Context& context) {
   if (context.size() == 1) return;
@@ -310,30 +239,6 @@ void TestNoMemory(Context& context) {
            "alltoall \"much\": no memory for a result of " + std::to_string(kNoMemory) + " bytes");
   }
   context.barrier();
-}
-
-// Ranks with room for as many rows of each rank give different numbers of them.
-void TestUnequalRows(Context& context) {
-  if (context.size() == 1) return;
-  const auto rows = static_cast<std::size_t>(context.rank() + 1);
-  const auto size = static_cast<std::size_t>(context.size());
-  std::vector<int> mine(rows, 1), all(rows * size);
-  const auto gather = [&] { context.allgather_into(mine, all, Named("unequal")); };
-  ExpectError(gather, Code::mismatch,
-              "allgather \"unequal\": each rank must give the same number of rows; the ranks gave "
-              "[1,2");
-  std::vector<int> pieces(rows * size), received(pieces.size());
-  const auto exchange = [&] { context.alltoall_into(pieces, received, Named("unequal")); };
-  ExpectError(exchange, Code::mismatch,
-              "alltoall \"unequal\": each rank must give the same number of rows; the ranks gave "
-              "[1,2");
-  // Who has room for any number is not concerned.
-  const bool fixed = context.rank() == 0;
-  const auto outcome = fixed ? context.try_allgather_into(mine, all, Named("unequal")) : [&] {
-    EXPECT(context.allgather(mine, Named("unequal")).size() == size * (size + 1) / 2);
-    return farandole::Result<void>();
-  }();
-  EXPECT(outcome.ok() == !fixed);
 }
 
 void TestProcessSet(Context& context) {
@@ -353,44 +258,9 @@ void TestProcessSet(Context& context) {
   context.remove_process_set(options.set);
 }
 
-// The last rank has no more data: it gives no rows, and gets nothing of a sum.
-void TestJoin(Context& context) {
-  if (context.size() == 1) return;
-  const int last = context.size() - 1;
-  if (context.rank() != last) {
-    std::vector<int> expected;
-    for (int rank = 0; rank < last; ++rank) Append(expected, From<int>(rank, 2));
-    EXPECT(context.allgather(From<int>(context.rank(), 2), Named("joined")) == expected);
-    EXPECT(context.allgather(From<int>(context.rank(), 2)) == expected);
-    const std::vector<int> data(static_cast<std::size_t>(context.size()), 1);
-    EXPECT(context.reducescatter(data, Named("joined"))[0] == last);
-    const Splits even(data.size(), 1);
-    ExpectError([&] { context.alltoall(data, even, Named("joined")); }, Code::mismatch,
-                "not possible while a rank has joined");
-  }
-  EXPECT(context.join() < context.size());
-  EXPECT(context.allgather(std::array<int, 1>{7}).size() ==
-         static_cast<std::size_t>(context.size()));
-}
-
-// The last rank leaves while the others still exchange rows.
-void TestLeft(Context& context) {
-  const int last = context.size() - 1;
-  if (context.rank() == last) return;
-  const std::vector<int> data(static_cast<std::size_t>(context.size()), 1);
-  std::vector<int> taken(data);
-  const std::string left = "rank " + std::to_string(last) + " has left";
-  ExpectError([&] { context.barrier(); }, Code::aborted, "has left");
-  const Splits even(data.size(), 1);
-  ExpectError([&] { context.alltoall(data, even); }, Code::aborted, left.c_str());
-  ExpectError([&] { context.alltoall_into(data, taken); }, Code::aborted, left.c_str());
-  ExpectError([&] { context.allgather(data); }, Code::aborted, left.c_str());
-}
-
 void TestAll(Context& context) {
   TestAllgather<float>(context);
   TestAllgather<std::int64_t>(context);
-  TestRowsThatChange(context);
   TestReducescatter<double>(context);
   TestReducescatter<int>(context);
   TestAlltoall<float>(context);
@@ -406,14 +276,8 @@ void TestAll(Context& context) {
   TestWrongUse(context);
   TestRefusedOnOneRank(context);
   TestSetWithoutRanks(context);
-  TestDisagreement(context);
-  TestAnotherCollective(context);
-  TestOneNameTwice(context);
   TestNoMemory(context);
-  TestUnequalRows(context);
   TestProcessSet(context);
-  TestJoin(context);
-  TestLeft(context);
 }
 
 // Its partner is consumer_test.py's Python rank.
