@@ -18,6 +18,7 @@
 #include "coordinator/control/frame_coalescer.h"
 #include "core/clock.h"
 #include "core/counters.h"
+#include "test/conformance/transport_cases.h"
 
 namespace {
 std::atomic<int64_t> news{0};
@@ -34,7 +35,6 @@ void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 namespace farandole {
 namespace {
 
-constexpr int64_t kPatienceNs = 30 * kNsPerSecond;
 constexpr size_t kOneSlice = kMpiSliceBytes - 8;  // the most that a message of one slice holds
 
 // A rank with a communicator and a transport that no other case has. Collective.
@@ -55,29 +55,11 @@ struct Rank {
 
 using Bytes = std::vector<std::byte>;
 
-Bytes Content(int from, int sequence, size_t size) {
-  Bytes bytes(size);
-  uint32_t state = static_cast<uint32_t>(from * 7919 + sequence * 31 + 1);
-  for (std::byte& byte : bytes) {
-    state = state * 1'664'525u + 1'013'904'223u;
-    byte = static_cast<std::byte>(state >> 24);
-  }
-  return bytes;
-}
-
 size_t SizeOf(int sequence) {
   constexpr size_t kSizes[] = {
       0, 100'000,       kOneSlice, 1, kOneSlice + 1, kMpiSliceBytes + kOneSlice,
       5, 2 * kOneSlice, 40,        0, 3'000'000};
   return kSizes[static_cast<size_t>(sequence) % std::size(kSizes)];
-}
-
-std::vector<int> OthersThan(int rank, int size) {
-  std::vector<int> others;
-  for (int r = 0; r < size; ++r) {
-    if (r != rank) others.push_back(r);
-  }
-  return others;
 }
 
 // All ranks around rank 0.
@@ -93,54 +75,12 @@ std::vector<int> NeighboursInChain(const Rank& me) {
   return neighbours;
 }
 
-Result<Transport::Incoming> Next(Transport& transport) {
-  const int64_t deadline_ns = SteadyClock().NowNs() + kPatienceNs;
-  while (SteadyClock().NowNs() < deadline_ns) {
-    Result<std::optional<Transport::Incoming>> polled = transport.Poll();
-    if (!polled.ok()) return polled.status();
-    if (polled.value()) return *polled.value();
-    sched_yield();
-  }
-  return Timeout("no message came");
-}
-
-// `count` messages from each of `senders`, in the order sent.
-Status ExpectInOrder(Rank& me, const std::vector<int>& senders, int count) {
-  std::vector<int> seen(static_cast<size_t>(me.size));
-  for (size_t left = senders.size() * static_cast<size_t>(count); left > 0; --left) {
-    Result<Transport::Incoming> message = Next(*me.transport);
-    if (!message.ok()) return message.status();
-    const int from = message.value().from;
-    const int sequence = seen[static_cast<size_t>(from)]++;
-    const Bytes expected = Content(from, sequence, SizeOf(sequence));
-    if (!std::ranges::equal(message.value().data, expected)) {
-      return Internal("message " + std::to_string(sequence) + " of rank " + std::to_string(from) +
-                      " is another one, of " + std::to_string(message.value().data.size()) +
-                      " bytes");
-    }
-  }
-  return Status();
-}
-
 Status Send(Rank& me, const std::vector<int>& receivers, int count) {
   for (int sequence = 0; sequence < count; ++sequence) {
     for (const int to : receivers) {
       FARANDOLE_RETURN_IF_ERROR(
-          me.transport->Send(to, Content(me.rank, sequence, SizeOf(sequence))));
+          me.transport->Send(to, ContentOf(me.rank, to, sequence, SizeOf(sequence))));
     }
-  }
-  return Status();
-}
-
-// Nothing may arrive.
-Status Drain(Transport& transport) {
-  const int64_t deadline_ns = SteadyClock().NowNs() + kPatienceNs;
-  while (!transport.Drained()) {
-    Result<std::optional<Transport::Incoming>> polled = transport.Poll();
-    if (!polled.ok()) return polled.status();
-    if (polled.value()) return Internal("a message nobody sent");
-    if (SteadyClock().NowNs() > deadline_ns) return Timeout("sends do not leave");
-    sched_yield();
   }
   return Status();
 }
@@ -148,8 +88,8 @@ Status Drain(Transport& transport) {
 Status LongMessagesOfSeveralNeighboursComeWholeAndInOrder(Rank& me) {
   me.transport->SetNeighbours(NeighboursInStar(me));
   FARANDOLE_RETURN_IF_ERROR(Send(me, NeighboursInStar(me), 22));
-  FARANDOLE_RETURN_IF_ERROR(ExpectInOrder(me, NeighboursInStar(me), 22));
-  return Drain(*me.transport);
+  FARANDOLE_RETURN_IF_ERROR(ExpectInOrder(*me.transport, NeighboursInStar(me), 22, SizeOf));
+  return DrainSends(*me.transport);
 }
 
 // Between neighbours and between others, all at the same time.
@@ -157,8 +97,8 @@ Status OtherRanksAreHeardToo(Rank& me) {
   const std::vector<int> others = OthersThan(me.rank, me.size);
   me.transport->SetNeighbours(NeighboursInChain(me));
   FARANDOLE_RETURN_IF_ERROR(Send(me, others, 10));
-  FARANDOLE_RETURN_IF_ERROR(ExpectInOrder(me, others, 10));
-  return Drain(*me.transport);
+  FARANDOLE_RETURN_IF_ERROR(ExpectInOrder(*me.transport, others, 10, SizeOf));
+  return DrainSends(*me.transport);
 }
 
 Status MessagesWaitUntilTheReceiverKnowsItsNeighbours(Rank& me) {
@@ -174,9 +114,9 @@ Status MessagesWaitUntilTheReceiverKnowsItsNeighbours(Rank& me) {
       if (polled.value()) return Internal("a neighbour was heard before it was one");
     }
     me.transport->SetNeighbours(NeighboursInStar(me));
-    FARANDOLE_RETURN_IF_ERROR(ExpectInOrder(me, NeighboursInStar(me), 11));
+    FARANDOLE_RETURN_IF_ERROR(ExpectInOrder(*me.transport, NeighboursInStar(me), 11, SizeOf));
   }
-  return Drain(*me.transport);
+  return DrainSends(*me.transport);
 }
 
 // The last rank's neighbour is the one before it; the others hear of its end all the same, and pass
@@ -187,7 +127,7 @@ Status AFinalErrorReachesAllRanks(Rank& me) {
   FrameCoalescer coalescer(*me.transport, counters);
   const int last = me.size - 1;
   Status error = Internal("the cause");
-  const int64_t deadline_ns = SteadyClock().NowNs() + kPatienceNs;
+  const int64_t deadline_ns = SteadyClock().NowNs() + kTransportPatienceNs;
   for (error = me.rank == last ? error : Status(); error.ok(); error = coalescer.Drain(10)) {
     if (SteadyClock().NowNs() > deadline_ns) return Timeout("no final error came");
     sched_yield();
@@ -202,7 +142,8 @@ Status AFinalErrorReachesAllRanks(Rank& me) {
 Status SteadyMessagesAllocateNothing(Rank& me) {
   const std::vector<int> neighbours = NeighboursInStar(me);
   me.transport->SetNeighbours(neighbours);
-  const Bytes sizes[] = {Content(0, 0, 100), Content(0, 0, 20'000), Content(0, 0, 0)};
+  const Bytes sizes[] = {ContentOf(0, 0, 0, 100), ContentOf(0, 0, 0, 20'000),
+                         ContentOf(0, 0, 0, 0)};
   int64_t before = 0;
   for (int round = 0; round < 300; ++round) {
     if (round == 100) before = news.load();
@@ -211,7 +152,7 @@ Status SteadyMessagesAllocateNothing(Rank& me) {
       if (me.rank == 0) FARANDOLE_RETURN_IF_ERROR(me.transport->Send(rank, data));
     }
     for (size_t left = neighbours.size(); left > 0; --left) {
-      Result<Transport::Incoming> message = Next(*me.transport);
+      Result<Transport::Incoming> message = NextMessage(*me.transport);
       if (!message.ok()) return message.status();
       if (!std::ranges::equal(message.value().data, data)) return Internal("another message came");
       if (me.rank != 0) FARANDOLE_RETURN_IF_ERROR(me.transport->Send(0, message.value().data));
@@ -219,7 +160,7 @@ Status SteadyMessagesAllocateNothing(Rank& me) {
   }
   const int64_t during = news.load() - before;
   // Now and then MPI keeps a send longer than ever before, and one more buffer is needed.
-  if (during < 20) return Drain(*me.transport);
+  if (during < 20) return DrainSends(*me.transport);
   return Internal(std::to_string(during) + " calls of operator new in 200 steady rounds");
 }
 
@@ -245,7 +186,7 @@ Status APartOfAMessageKeepsThePollsFrequent(Rank& me) {
   me.transport->SetNeighbours(NeighboursInStar(me));
   const auto idle_ns = [&] { return me.transport->PollAfterNs(false, kNsPerSecond); };
   const int64_t none_ns = idle_ns();
-  const int64_t deadline_ns = SteadyClock().NowNs() + kPatienceNs;
+  const int64_t deadline_ns = SteadyClock().NowNs() + kTransportPatienceNs;
   while (idle_ns() == none_ns && SteadyClock().NowNs() < deadline_ns) {
     if (Result<std::optional<Transport::Incoming>> polled = me.transport->Poll();
         !polled.ok() || polled.value()) {
@@ -254,7 +195,7 @@ Status APartOfAMessageKeepsThePollsFrequent(Rank& me) {
   }
   const int64_t half_ns = idle_ns();
   MPI_Send(nullptr, 0, MPI_BYTE, 1, 99, me.comm);
-  if (Result<Transport::Incoming> message = Next(*me.transport);
+  if (Result<Transport::Incoming> message = NextMessage(*me.transport);
       !message.ok() || message.value().data.size() != kMpiSliceBytes) {
     return Internal("the message did not come: " + message.status().ToString());
   }
@@ -282,7 +223,7 @@ Status WhatABrokenPeerSendsIsRefused(Rank& me) {
     if (me.rank == 1) {
       for (const Bytes& slice : kinds[kind]) SendRaw(mine, slice);
     }
-    const Status status = me.rank == 0 ? Next(*mine.transport).status() : Status();
+    const Status status = me.rank == 0 ? NextMessage(*mine.transport).status() : Status();
     MPI_Barrier(me.comm);
     const bool named = status.message().find("rank 1") != std::string::npos;
     if (me.rank == 0 && (status.code() != Code::kInternal || !named)) {
@@ -298,7 +239,7 @@ Status AnEndedTransportReceivesNothing(Rank& me) {
   me.transport->SetNeighbours(NeighboursInStar(me));
   const std::vector<int> neighbours = NeighboursInStar(me);
   for (const int to : neighbours) {
-    FARANDOLE_RETURN_IF_ERROR(me.transport->Send(to, Content(me.rank, 10, 3'000'000)));
+    FARANDOLE_RETURN_IF_ERROR(me.transport->Send(to, ContentOf(me.rank, to, 10, 3'000'000)));
   }
   for (int i = 0; i < 3; ++i) FARANDOLE_RETURN_IF_ERROR(me.transport->Poll().status());
   me.transport.reset();
@@ -309,7 +250,7 @@ Status AnEndedTransportReceivesNothing(Rank& me) {
     SendRaw(me, last);
   }
   if (me.rank != 0) return Status();
-  const int64_t deadline_ns = SteadyClock().NowNs() + kPatienceNs;
+  const int64_t deadline_ns = SteadyClock().NowNs() + kTransportPatienceNs;
   Bytes slice(kMpiSliceBytes);
   for (int bytes = 0; bytes != 77;) {
     int found = 0;
@@ -332,7 +273,7 @@ Status AnIdleTransportEndsAndReceivesNothing(Rank& me) {
   MPI_Barrier(me.comm);
   for (const int tag : {kMpiNeighbourTag, kMpiOthersTag}) {
     if (me.rank == 1) MPI_Send("x", 1, MPI_CHAR, 0, tag, me.comm);
-    const int64_t deadline_ns = SteadyClock().NowNs() + kPatienceNs;
+    const int64_t deadline_ns = SteadyClock().NowNs() + kTransportPatienceNs;
     for (int found = me.rank == 0 ? 0 : 1; found == 0;) {
       MPI_Iprobe(1, tag, me.comm, &found, MPI_STATUS_IGNORE);
       if (SteadyClock().NowNs() > deadline_ns) return Timeout("an ended transport took a message");
@@ -346,7 +287,8 @@ Status EveryRankGetsAllTexts(Rank& me) {
     const auto text_of = [round](int rank) {
       return std::string(static_cast<size_t>(rank * 500), 'x') + std::to_string(rank + round);
     };
-    Result<std::vector<std::string>> all = me.transport->Allgather(text_of(me.rank), kPatienceNs);
+    Result<std::vector<std::string>> all =
+        me.transport->Allgather(text_of(me.rank), kTransportPatienceNs);
     if (!all.ok()) return all.status();
     for (int rank = 0; rank < me.size; ++rank) {
       if (all.value().at(static_cast<size_t>(rank)) == text_of(rank)) continue;

@@ -7,16 +7,19 @@
 #include <string>
 #include <vector>
 
-#include "core/clock.h"
-
 namespace farandole {
 namespace {
 
-constexpr int64_t kPatienceNs = 30 * kNsPerSecond;
 using Bytes = std::vector<std::byte>;
 
-// The `sequence`-th message of `from` to `to`: every byte depends on all three.
-Bytes Content(int from, int to, int sequence, size_t size) {
+std::string Describe(const char* what, int from, int sequence) {
+  return std::string(what) + " (message " + std::to_string(sequence) + " of rank " +
+         std::to_string(from) + ")";
+}
+
+}  // namespace
+
+Bytes ContentOf(int from, int to, int sequence, size_t size) {
   Bytes bytes(size);
   uint32_t state = static_cast<uint32_t>(from * 7919 + to * 104'729 + sequence * 31 + 1);
   for (std::byte& byte : bytes) {
@@ -26,14 +29,16 @@ Bytes Content(int from, int to, int sequence, size_t size) {
   return bytes;
 }
 
-std::string Describe(const char* what, int from, int sequence) {
-  return std::string(what) + " (message " + std::to_string(sequence) + " of rank " +
-         std::to_string(from) + ")";
+std::vector<int> OthersThan(int rank, int size) {
+  std::vector<int> others;
+  for (int r = 0; r < size; ++r) {
+    if (r != rank) others.push_back(r);
+  }
+  return others;
 }
 
-// Polls until a message comes. The result is valid until the next Poll.
-Result<Transport::Incoming> Next(Transport& transport) {
-  const int64_t deadline_ns = SteadyClock().NowNs() + kPatienceNs;
+Result<Transport::Incoming> NextMessage(Transport& transport) {
+  const int64_t deadline_ns = SteadyClock().NowNs() + kTransportPatienceNs;
   while (SteadyClock().NowNs() < deadline_ns) {
     Result<std::optional<Transport::Incoming>> polled = transport.Poll();
     if (!polled.ok()) return polled.status();
@@ -44,9 +49,8 @@ Result<Transport::Incoming> Next(Transport& transport) {
   return Timeout("no message came");
 }
 
-// Polls until all sends have left; nothing may arrive meanwhile.
-Status Drain(Transport& transport) {
-  const int64_t deadline_ns = SteadyClock().NowNs() + kPatienceNs;
+Status DrainSends(Transport& transport) {
+  const int64_t deadline_ns = SteadyClock().NowNs() + kTransportPatienceNs;
   while (!transport.Drained()) {
     Result<std::optional<Transport::Incoming>> polled = transport.Poll();
     if (!polled.ok()) return polled.status();
@@ -57,21 +61,18 @@ Status Drain(Transport& transport) {
   return Status();
 }
 
-Status RunRendezvous(Transport& transport) { return transport.Allgather("", kPatienceNs).status(); }
-
-// Receives `count` messages from each of `senders` and compares order and content.
 Status ExpectInOrder(Transport& transport, const std::vector<int>& senders, int count,
                      size_t (*size_of)(int sequence)) {
   std::vector<int> seen(static_cast<size_t>(transport.size()));
   for (size_t left = senders.size() * static_cast<size_t>(count); left > 0; --left) {
-    Result<Transport::Incoming> message = Next(transport);
+    Result<Transport::Incoming> message = NextMessage(transport);
     if (!message.ok()) return message.status();
     const Transport::Incoming& incoming = message.value();
     const int sequence = seen[static_cast<size_t>(incoming.from)]++;
     if (std::find(senders.begin(), senders.end(), incoming.from) == senders.end()) {
       return Internal(Describe("wrong sender", incoming.from, sequence));
     }
-    const Bytes expected = Content(incoming.from, transport.rank(), sequence, size_of(sequence));
+    const Bytes expected = ContentOf(incoming.from, transport.rank(), sequence, size_of(sequence));
     if (!std::equal(expected.begin(), expected.end(), incoming.data.begin(), incoming.data.end())) {
       return Internal(Describe("lost, changed or out of order", incoming.from, sequence));
     }
@@ -79,12 +80,10 @@ Status ExpectInOrder(Transport& transport, const std::vector<int>& senders, int 
   return Status();
 }
 
-std::vector<int> OthersThan(int rank, int size) {
-  std::vector<int> others;
-  for (int r = 0; r < size; ++r) {
-    if (r != rank) others.push_back(r);
-  }
-  return others;
+namespace {
+
+Status RunRendezvous(Transport& transport) {
+  return transport.Allgather("", kTransportPatienceNs).status();
 }
 
 size_t MixedSize(int sequence) {
@@ -101,11 +100,11 @@ Status EveryPairKeepsOrderForAllSizes(Transport& transport) {
   for (int sequence = 0; sequence < kCount; ++sequence) {
     for (const int to : others) {
       FARANDOLE_RETURN_IF_ERROR(
-          transport.Send(to, Content(transport.rank(), to, sequence, MixedSize(sequence))));
+          transport.Send(to, ContentOf(transport.rank(), to, sequence, MixedSize(sequence))));
     }
   }
   FARANDOLE_RETURN_IF_ERROR(ExpectInOrder(transport, others, kCount, MixedSize));
-  FARANDOLE_RETURN_IF_ERROR(Drain(transport));
+  FARANDOLE_RETURN_IF_ERROR(DrainSends(transport));
   return RunRendezvous(transport);
 }
 
@@ -118,9 +117,9 @@ Status AStormToOneRankLosesNothing(Transport& transport) {
   }
   for (int sequence = 0; sequence < kCount; ++sequence) {
     FARANDOLE_RETURN_IF_ERROR(
-        transport.Send(0, Content(transport.rank(), 0, sequence, SmallSize(sequence))));
+        transport.Send(0, ContentOf(transport.rank(), 0, sequence, SmallSize(sequence))));
   }
-  FARANDOLE_RETURN_IF_ERROR(Drain(transport));
+  FARANDOLE_RETURN_IF_ERROR(DrainSends(transport));
   return RunRendezvous(transport);
 }
 
@@ -129,9 +128,9 @@ Status AMessageGoesRoundTheRing(Transport& transport) {
   const int size = transport.size();
   const int next = (transport.rank() + 1) % size;
   for (int round = 0; size > 1 && round < kRounds; ++round) {
-    const Bytes token = Content(0, 0, round, 40);
+    const Bytes token = ContentOf(0, 0, round, 40);
     if (transport.rank() == 0) FARANDOLE_RETURN_IF_ERROR(transport.Send(next, token));
-    Result<Transport::Incoming> message = Next(transport);
+    Result<Transport::Incoming> message = NextMessage(transport);
     if (!message.ok()) return message.status();
     const std::span<const std::byte> data = message.value().data;
     if (!std::equal(token.begin(), token.end(), data.begin(), data.end())) {
@@ -139,7 +138,7 @@ Status AMessageGoesRoundTheRing(Transport& transport) {
     }
     if (transport.rank() != 0) FARANDOLE_RETURN_IF_ERROR(transport.Send(next, data));
   }
-  FARANDOLE_RETURN_IF_ERROR(Drain(transport));
+  FARANDOLE_RETURN_IF_ERROR(DrainSends(transport));
   return RunRendezvous(transport);
 }
 
@@ -149,7 +148,7 @@ Status AllgatherReturnsEveryTextByRank(Transport& transport) {
   };
   for (int round = 0; round < 3; ++round) {
     Result<std::vector<std::string>> all =
-        transport.Allgather(text_of(transport.rank(), round), kPatienceNs);
+        transport.Allgather(text_of(transport.rank(), round), kTransportPatienceNs);
     if (!all.ok()) return all.status();
     for (int rank = 0; rank < transport.size(); ++rank) {
       if (all.value().at(static_cast<size_t>(rank)) != text_of(rank, round)) {
