@@ -207,11 +207,11 @@ FusionBuffers& NcclSet::BuffersFor(const Batch& slice) {
   return registers_ && FusesEverywhere(slice) ? registered_ : queue_.streams().buffers;
 }
 
-// The last results may still be unpacked from registered memory. After a failure the queue has
-// drained its streams before this.
+// The last results may still be unpacked from registered memory, also after a failure of another
+// set. Where a launch here has failed half-way, the queue has drained its streams before this.
 void NcclSet::End() {
   communicator_ = nullptr;
-  while (registers_ && end_ != nullptr && !queue_.failed()) {
+  while (registers_ && end_ != nullptr) {
     const Result<bool> complete = end_->IsComplete();
     if (!complete.ok() || complete.value()) break;
     std::this_thread::sleep_for(std::chrono::microseconds(50));

@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <numeric>
 #include <thread>
 
@@ -46,12 +47,13 @@ struct Tensors {
 
 class NcclBackendTest : public ::testing::Test {
  protected:
-  NcclBackendTest() {
+  explicit NcclBackendTest(bool registers = false) {
     queue_ =
         std::make_unique<LaunchQueue>(LaunchStreams::Create(device(), &counters_).value(), nullptr);
     NcclSetOptions options;
     options.unique_id.assign(128, 'u');
     options.ranks_text = "rank 0: host a";
+    options.registers = registers;
     backend_ = MakeNcclBackend(*nccl_.library(), *queue_, options, /*slice_bytes=*/1 << 20);
     // When this is launched the communicator is up, and the launch thread rests until the next one.
     const Tensors nothing({0});
@@ -243,6 +245,32 @@ TEST_F(NcclBackendTest, NamesTheCallThatFails) {
   nccl_.answers["Broadcast"] = {NcclResult::kInternalError};
   Launch(tensors);
   EXPECT_THAT(std::string(queue_->failure().message()), StartsWith("ncclBroadcast: "));
+}
+
+class NcclRegisteredTest : public NcclBackendTest {
+ protected:
+  NcclRegisteredTest() : NcclBackendTest(/*registers=*/true) {}
+};
+
+TEST_F(NcclRegisteredTest, FreesMemoryOnlyWhenItsResultsAreUnpackedAlsoAfterAFailure) {
+  SumFloats();
+  FakeStream& unpack = *device().streams().at(2);
+  std::atomic<int> ended{0}, freed{0}, in_use{0};
+  nccl_.when_called = [&](std::string_view call) {
+    if (call == "CommDestroy") ++ended;
+    if (call == "MemFree") ++(unpack.Idle() ? freed : in_use);
+  };
+  unpack.Hold();  // as behind a batch of another set, whose peers do not come
+  const Tensors tensors({2, 2});
+  Launch(tensors);
+  backend_ = nullptr;  // ends on a thread of its own
+  while (ended == 0) std::this_thread::yield();
+  queue_->Abort(Aborted("another set failed"));
+  for (int i = 0; i < 10'000 && in_use == 0; ++i) std::this_thread::yield();
+  device().ReleaseStreams();
+  End();
+  EXPECT_EQ(in_use, 0);
+  EXPECT_EQ(freed, 1);
 }
 
 }  // namespace

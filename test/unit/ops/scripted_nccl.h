@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -37,6 +38,7 @@ class ScriptedNccl {
   std::deque<NcclResult> states;  ///< Told by CommGetAsyncError in turn, then success.
   std::string last_error;
   std::function<void()> when_asked = [] {};  ///< Called by CommGetAsyncError.
+  std::function<void(std::string_view call)> when_called = [](std::string_view) {};
 
   // What it was asked.
   std::vector<std::string> calls;
@@ -63,6 +65,7 @@ class ScriptedNccl {
   }
   static NcclResult Answer(const char* call) {
     now()->calls.emplace_back(call);
+    now()->when_called(call);
     std::deque<NcclResult>& results = now()->answers[call];
     if (results.empty()) return NcclResult::kSuccess;
     const NcclResult result = results.front();
