@@ -140,6 +140,8 @@ class DataPlane {
  public:
   virtual ~DataPlane() = default;
   virtual const char* name() const = 0;
+  /// Whether it uses Segment::residual, of any set of several members.
+  virtual bool quantizes() const { return false; }
   /// Prepares what batches of the set need (slots, buffers). Called in the same order on all
   /// members. `ranks`: the members' global ranks, the same on all of them, in the order in which
   /// contributions are reduced: ascending, except between hosts (ops/hierarchical/plane.h).

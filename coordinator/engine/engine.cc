@@ -46,7 +46,7 @@ Engine::Engine(EngineOptions options, EngineParts parts)
     : options_(std::move(options)),
       parts_(std::move(parts)),
       lifecycle_(rank()),
-      operations_(*this, rank(), lifecycle_, GlobalSet(options_.negotiation)),
+      operations_(*this, rank(), lifecycle_, GlobalSet(options_.negotiation), parts_.planes),
       submissions_(*parts_.doorbell, options_.linger_ns, options_.linger_bytes),
       announcer_(lifecycle_, operations_, submissions_),
       gpu_(parts_.gpu != nullptr ? *parts_.gpu : no_gpu_),

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "coordinator/protocol/splits.h"
-#include "ops/cpu/quantize.h"
 
 namespace farandole {
 namespace {
@@ -246,7 +245,6 @@ Status Executor::AddSegments(Running& run, const WorkDecision& work, const Batch
   run.segments.clear();
   run.operations.clear();
   run.batch.count = 0;
-  const bool quantized = IsQuantized(run.batch);
   int32_t last = -1;
   for (const BatchEntry& entry : plan.entries) {
     const auto tensor = static_cast<size_t>(entry.tensor);
@@ -257,12 +255,9 @@ Status Executor::AddSegments(Running& run, const WorkDecision& work, const Batch
     if (operation != nullptr) {
       segment.in = absent_here ? nullptr : operation->in[tensor];
       segment.out = operation->out[tensor];
+      if (tensor < operation->residuals.size())
+        segment.residual = operation->residuals[tensor].get();
       if (entry.key != last) run.operations.push_back(operation);
-    }
-    if (operation != nullptr && quantized) {
-      const Result<float*> residual = operation->ResidualOf(tensor);
-      if (!residual.ok()) return residual.status();
-      segment.residual = residual.value();
     }
     last = entry.key;
     run.batch.count += segment.count;

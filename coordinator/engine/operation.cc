@@ -52,7 +52,7 @@ void Operation::Empty() {
   work = nullptr;
   ready = std::vector<std::shared_ptr<DeviceEvent>>();
   ready_count = 0;
-  residuals = std::vector<std::unique_ptr<float, FreeMemory>>();
+  residuals = Residuals();
   later_steps.clear();
   key = kUnknownKey;
   track = 0;
@@ -124,22 +124,6 @@ void Operation::SetResult(size_t t, void* memory, const Status& why) {
   out[t] = memory;
   if (why.ok() || !failure.ok()) return;
   failure = Status(why.code(), Describe(name) + ": " + why.message(), {.tensor = name.name});
-}
-
-// calloc: pages of large tensors whose residuals a rank never uses, as those of other ranks'
-// shards, take no memory.
-Result<float*> Operation::ResidualOf(size_t t) {
-  if (t < residuals.size() && residuals[t] != nullptr) return residuals[t].get();
-  if (name.name.starts_with(std::string(Name(name.kind)) + ".noname.")) {
-    return static_cast<float*>(nullptr);
-  }
-  residuals.resize(signature.tensors.size());
-  const auto count = static_cast<size_t>(signature.tensors[t].Count());
-  std::unique_ptr<float, FreeMemory>& residual = residuals[t];
-  residual.reset(static_cast<float*>(std::calloc(count, sizeof(float))));
-  if (residual != nullptr || count == 0) return residual.get();
-  return ResourceExhausted(Describe(name) + ": no memory for what the 8-bit wire leaves over: " +
-                           std::to_string(count * sizeof(float)) + " bytes");
 }
 
 Status Operation::RecordReady(DeviceEvent& event) const {

@@ -41,6 +41,7 @@ struct Extent {
 struct FreeMemory {
   void operator()(float* memory) const { std::free(memory); }
 };
+using Residuals = std::vector<std::unique_ptr<float, FreeMemory>>;
 
 /// What an operation without a name is called: the n-th call of a kind takes slot n mod the slots.
 std::string UnnamedName(OpKind kind, uint64_t slot);
@@ -115,9 +116,9 @@ struct Operation {
   Device* gpu = nullptr;                            // of the producers
   StreamHandle producer = nullptr;                  // the stream of the last one
 
-  /// Of a quantized allreduce, per tensor once used: Segment::residual. The plane's while it runs,
-  /// then whoever's the operation is; gone with the description.
-  std::vector<std::unique_ptr<float, FreeMemory>> residuals;
+  /// Of a quantized allreduce with a name, per tensor: Segment::residual, zeros at first; else
+  /// empty. The plane's while it runs; gone with the description.
+  Residuals residuals;
 
   // kStep: announcements that follow this one. Under the mutex of StepAnnouncer.
   std::deque<StepCount> later_steps;
@@ -139,10 +140,6 @@ struct Operation {
   void ProvideAbsent(size_t t);
   Result<void*> Allocate(size_t t, std::span<const int64_t> received, int64_t bytes);
   void SetResult(size_t t, void* memory, const Status& why);
-  /// Segment::residual of tensor t, zeros at first; nullptr of an operation without a name, whose
-  /// next call may be about something else. By the holder of the engine lock.
-  /// @return ResourceExhausted without memory for it.
-  Result<float*> ResidualOf(size_t t);
   /// Records in `producer` how far it must have come before anything is read or written.
   /// @return InvalidArgument if it is being captured into a graph.
   Status RecordReady(DeviceEvent& event) const;

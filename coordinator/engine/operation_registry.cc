@@ -1,12 +1,14 @@
 #include "coordinator/engine/operation_registry.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <string_view>
 #include <utility>
 
 #include "coordinator/engine/engine.h"
 #include "coordinator/protocol/splits.h"
 #include "coordinator/protocol/validate.h"
+#include "ops/cpu/quantize.h"
 
 namespace farandole {
 namespace {
@@ -26,11 +28,13 @@ std::string JoinNumbers(const std::vector<int32_t>& numbers) {
 }  // namespace
 
 OperationRegistry::OperationRegistry(Engine& engine, int rank, Lifecycle& lifecycle,
-                                     const ProcessSetInfo& global)
+                                     const ProcessSetInfo& global,
+                                     std::span<DataPlane* const> planes)
     : engine_(engine),
       rank_(rank),
       size_(static_cast<int>(global.ranks.size())),
       lifecycle_(lifecycle),
+      planes_(planes),
       collect_above_(kIdle) {
   sets_[kGlobalSet] = global;
 }
@@ -161,6 +165,8 @@ Result<Operation*> OperationRegistry::Define(const KeyName& name, const Signatur
   FARANDOLE_RETURN_IF_ERROR(Validate(name, signature, ranks));
   FARANDOLE_RETURN_IF_ERROR(CheckPassedRows(name, signature, own.rows));
   FARANDOLE_RETURN_IF_ERROR(CheckSplits(name, signature, own.rows, own.splits, ranks.size()));
+  Result<Residuals> residuals = ResidualsFor(name, signature);
+  if (!residuals.ok()) return residuals.status();
   const auto place = operations_.try_emplace({name.set, name.kind, name.function, name.name}).first;
   std::unique_ptr<Operation>& slot = place->second;
   const bool fresh = slot == nullptr;
@@ -181,9 +187,34 @@ Result<Operation*> OperationRegistry::Define(const KeyName& name, const Signatur
         Describe(name) +
         " is in flight with another shape, dtype or options; wait for it, or use another name");
   }
-  Redefine(*slot, signature, own);
+  Redefine(*slot, signature, own, std::move(residuals).value());
   slot->Release();
   return slot.get();
+}
+
+// Before ranks agree on anything, so that who lacks the memory is told by the call. None without a
+// name, as the next such call may be about something else. calloc: pages of large tensors whose
+// residuals a rank never uses, as those of other ranks' shards, take no memory.
+Result<Residuals> OperationRegistry::ResidualsFor(const KeyName& name,
+                                                  const Signature& signature) const {
+  Residuals residuals;
+  const ProcessSetInfo& set = sets_.at(name.set);
+  const size_t number = set.planes.empty() ? 0 : set.planes.front();  // of DeviceKind::kCpu
+  const bool is_unnamed = name.name.starts_with(std::string(Name(name.kind)) + ".noname.");
+  if (is_unnamed || number >= planes_.size() || !planes_[number]->quantizes()) return residuals;
+  Collective collective = signature;
+  collective.kind = name.kind;
+  for (const TensorSignature& tensor : signature.tensors) {
+    const bool is_quantized = IsQuantized(collective, tensor.dtype, set.ranks.size());
+    const auto count = is_quantized ? static_cast<size_t>(tensor.Count()) : 0;
+    float* const memory =
+        static_cast<float*>(count > 0 ? std::calloc(count, sizeof(float)) : nullptr);
+    residuals.emplace_back(memory);
+    if (memory != nullptr || count == 0) continue;
+    return ResourceExhausted(Describe(name) + ": no memory for what the 8-bit wire leaves over: " +
+                             std::to_string(count * sizeof(float)) + " bytes");
+  }
+  return residuals;
 }
 
 // A spare one if there is any; in flight, without its name. Its new description's version tells it
@@ -213,7 +244,8 @@ std::unique_ptr<Operation> OperationRegistry::NewOperation(const KeyName& name) 
 
 // The new version makes Claim refuse handles to the former description. The vectors of addresses
 // get their size here, so that a start only copies into them.
-void OperationRegistry::Redefine(Operation& operation, const Signature& signature, const Own& own) {
+void OperationRegistry::Redefine(Operation& operation, const Signature& signature, const Own& own,
+                                 Residuals residuals) {
   operation.signature = signature;
   operation.signature.kind = operation.name.kind;
   operation.rows.assign(own.rows.begin(), own.rows.end());
@@ -224,7 +256,7 @@ void OperationRegistry::Redefine(Operation& operation, const Signature& signatur
   const size_t tensors = signature.tensors.size();
   operation.in.assign(tensors, nullptr);
   operation.out.assign(tensors, nullptr);
-  operation.residuals.clear();
+  operation.residuals = std::move(residuals);
   operation.extents.clear();
   for (size_t t = 0; t < tensors; ++t) {
     operation.extents.push_back(ExtentOf(operation, t, sets_.at(operation.name.set).ranks, rank_));

@@ -26,7 +26,9 @@ namespace farandole {
 class OperationRegistry {
  public:
   /// `engine` is only written into its operations.
-  OperationRegistry(Engine& engine, int rank, Lifecycle& lifecycle, const ProcessSetInfo& global);
+  /// `planes` as of EngineParts.
+  OperationRegistry(Engine& engine, int rank, Lifecycle& lifecycle, const ProcessSetInfo& global,
+                    std::span<DataPlane* const> planes);
 
   // Any thread.
   /// The operation of that key, held once more until ReleaseHandle; its description is replaced
@@ -114,7 +116,9 @@ class OperationRegistry {
   Result<Operation*> FindOrDefine(const KeyName& name, const Signature& signature, const Own& own);
   Result<Operation*> Define(const KeyName& name, const Signature& signature, const Own& own);
   std::unique_ptr<Operation> NewOperation(const KeyName& name);
-  void Redefine(Operation& operation, const Signature& signature, const Own& own);
+  Result<Residuals> ResidualsFor(const KeyName& name, const Signature& signature) const;
+  void Redefine(Operation& operation, const Signature& signature, const Own& own,
+                Residuals residuals);
   Status CheckSet(const KeyName& name) const;
   Status WhyGone(uint32_t set, const std::string& who, const std::string& tensor = {}) const;
   Status WhyNotClaimed(const Operation& operation, uint32_t version) const;
@@ -124,6 +128,7 @@ class OperationRegistry {
   const int rank_;
   const int size_;
   Lifecycle& lifecycle_;
+  const std::span<DataPlane* const> planes_;
 
   // Under the engine lock.
   std::vector<Operation*> by_key_;  // KeyId -> this rank's operation or nullptr

@@ -66,12 +66,16 @@ void ForEachTile(Byte* quantized, int64_t count, const Work& work) {
 
 }  // namespace
 
-bool IsQuantized(const Batch& batch) {
-  return batch.kind == OpKind::kAllreduce && batch.wire_format == WireFormat::kInt8 &&
-         batch.dtype == DType::kFloat32 && batch.device == DeviceKind::kCpu &&
-         batch.ranks.size() <= kMostQuantizingRanks &&
-         (batch.op == ReduceOp::kSum || batch.op == ReduceOp::kAverage);
+/// To a plane a premul_sum is a sum.
+bool IsQuantized(const Collective& collective, DType dtype, size_t ranks) {
+  const ReduceOp op = collective.op;
+  return collective.kind == OpKind::kAllreduce && collective.wire_format == WireFormat::kInt8 &&
+         dtype == DType::kFloat32 && collective.device == DeviceKind::kCpu &&
+         ranks <= kMostQuantizingRanks &&
+         (op == ReduceOp::kSum || op == ReduceOp::kAverage || op == ReduceOp::kPreMulSum);
 }
+
+bool IsQuantized(const Batch& batch) { return IsQuantized(batch, batch.dtype, batch.ranks.size()); }
 
 /// Straight from the tensor where a tile lies in one; else by way of scratch memory.
 void QuantizeRuns(const CpuKernels& kernels, const Batch& batch, SegmentCursor& cursor,

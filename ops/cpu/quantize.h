@@ -30,6 +30,8 @@ inline constexpr size_t kMostQuantizingRanks = 4096;
 /// average, else q(s) * postscale, in float. A sum from 2^127 on and what is not finite make their
 /// block NaN on all ranks.
 bool IsQuantized(const Batch& batch);
+/// The same of tensors of a signature, among so many ranks.
+bool IsQuantized(const Collective& collective, DType dtype, size_t ranks);
 
 /// Quantizes the next `count` elements of the batch's inputs to `to`; moves the cursor past them.
 void QuantizeRuns(const CpuKernels& kernels, const Batch& batch, SegmentCursor& cursor,

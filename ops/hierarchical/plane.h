@@ -52,6 +52,7 @@ class HierarchicalPlane final : public DataPlane {
   ~HierarchicalPlane() override;
 
   const char* name() const override { return "hierarchical"; }
+  bool quantizes() const override { return true; }
   /// @return What the planes return; ResourceExhausted without memory for slices.
   Status AddSet(uint32_t uid, std::span<const int> ranks, int my_index) override;
   void RemoveSet(uint32_t uid) override;

@@ -25,6 +25,7 @@ class P2pPlane final : public DataPlane {
       : name_(name), links_(std::move(links)), kernels_(kernels), counters_(counters) {}
 
   const char* name() const override { return name_; }
+  bool quantizes() const override { return true; }
 
   /// A set may share its number with one that was removed on other members already: `earlier`.
   Status AddSet(uint32_t uid, std::span<const int> ranks, int my_index) override {

@@ -18,12 +18,14 @@ class FailingPlane final : public DataPlane {
   struct Options {
     std::function<bool(const Batch&)> fails = nullptr;  ///< In Start.
     int64_t refused_set = -1;                           ///< In AddSet; -1: none.
+    bool quantizes = false;                             ///< See DataPlane.
     Status error = ResourceExhausted("no memory is left for a buffer");
   };
   FailingPlane(std::unique_ptr<DataPlane> inner, Options options)
       : inner_(std::move(inner)), options_(std::move(options)) {}
 
   const char* name() const override { return "failing"; }
+  bool quantizes() const override { return options_.quantizes; }
   Status AddSet(uint32_t set, std::span<const int> ranks, int my_index) override {
     return set == options_.refused_set ? options_.error : inner_->AddSet(set, ranks, my_index);
   }

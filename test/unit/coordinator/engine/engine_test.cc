@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "test/planes/failing_plane.h"
 #include "test/support/count_allocations.h"
 #include "test/support/stepped_job.h"
 
@@ -41,6 +42,28 @@ Status StartOn(Engine& engine, const KeyName& name, const Signature& signature, 
   if (!work.ok()) return work.status();
   tensor.work = work.value();
   return {};
+}
+
+// A rank without that memory is told by its call, and not when the others wait for it.
+TEST(Engine, HasWhatAnEightBitWireLeavesOverBeforeRanksAgreeWhereAnythingIsRounded) {
+  for (const bool quantizes : {false, true}) {
+    SteppedJob job(2, SteppedJob::Stepped(), [&](int, std::unique_ptr<DataPlane> plane) {
+      return std::make_unique<FailingPlane>(std::move(plane),
+                                            FailingPlane::Options{.quantizes = quantizes});
+    });
+    Signature signature = Floats(1000);
+    signature.wire_format = WireFormat::kInt8;
+    signature.tensors.push_back({"", DType::kInt32, {10}});
+    OperationRegistry& operations = job.engine(0).operations();
+    const auto residuals = [&](const char* name) -> const Residuals& {
+      return operations.Prepare({0, OpKind::kAllreduce, name}, signature).value()->residuals;
+    };
+    ASSERT_EQ(residuals("named").size(), quantizes ? 2 : 0);
+    EXPECT_TRUE(residuals("allreduce.noname.0").empty());
+    if (!quantizes) continue;
+    EXPECT_EQ(residuals("named")[0].get()[999], 0.0f);
+    EXPECT_EQ(residuals("named")[1], nullptr) << "integers are not rounded";
+  }
 }
 
 TEST(Engine, SumsATensorOfAllRanks) {
