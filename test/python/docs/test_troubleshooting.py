@@ -99,3 +99,10 @@ def test_every_message_of_the_page_is_run_or_in_the_sources():
         "no shared memory on some host",
     ):
         assert text in " ".join(PAGE.split()) and text in sources, text
+
+
+def test_the_messages_of_the_readme_are_on_the_page():
+    readme = (REPOSITORY / "README.md").read_text()
+    blocks = re.findall(r"^```\n(\[0\] \[?farandole.*?)^```", readme, re.M | re.S)
+    assert len(blocks) == 2
+    assert [block for block in blocks if block not in PAGE] == []
