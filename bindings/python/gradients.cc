@@ -550,9 +550,8 @@ py::object Gradients::OwnMemory(GradientSlot& slot, const py::object& gradient) 
   if (is_own) return gradient;
   const py::object owner = Owner();
   const bool is_elsewhere = is_cuda() && !IsSameStream(slot.made_in, StreamNow());
-  py::object copy = is_elsewhere && owner
-                        ? owner.attr("copy_in")(gradient, ToPair(slot.made_in))
-                        : CopyOfSmall(gradient);
+  py::object copy = is_elsewhere && owner ? owner.attr("copy_in")(gradient, ToPair(slot.made_in))
+                                          : CopyOfSmall(gradient);
   if (!copy) copy = gradient.attr("detach")().attr("clone")();
   if (slot.is_fresh) py::setattr(slot.parameter, "grad", copy);
   return copy;
