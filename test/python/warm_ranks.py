@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import json
 import os
 import runpy
@@ -118,6 +119,8 @@ def _main() -> None:
     import torch._dynamo
     import torch.distributed  # noqa: F401  (torch._dynamo brings it, today)
 
+    gc.collect()
+    gc.freeze()  # or a collection in a rank writes to, and so copies, the memory of all that was imported
     arguments = _fork_as_told(socket.socket(fileno=int(sys.argv[1])))
     sys.argv = arguments
     if arguments[0] == "-c":

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import ast
-import os
 import pathlib
-import subprocess
-import sys
 import tempfile
 import textwrap
 from typing import NamedTuple
 
 import pytest
 
-from ranks import PYTHON_PATH
+from ranks import communicate, start_forked
 
 pytestmark = pytest.mark.once
 
@@ -38,7 +35,7 @@ def train(steps, skipped=()):
         reduce("metric")
 reduce("first")
 """
-# After a final error the exit code is 1, whatever a program does about it: who has told waits for the others.
+# Who has told waits for the others, which would name a rank that has left.
 _TAIL = """
 try:
     program()
@@ -64,13 +61,9 @@ def _run(size: int, program: str, **variables: str) -> list[_End]:
     """How the ranks end that run the body of a function."""
     body = textwrap.indent(textwrap.dedent(program), "    ")
     script = f"{_HEAD}def program():\n{body}\n{_TAIL}"
-    command = [sys.executable, "-m", "farandole.runner", "-np", str(size), sys.executable, "-c", script]
     with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {"PYTHONPATH": PYTHON_PATH, "ENDS": folder} | variables
-        done = subprocess.run(command, env=environment, timeout=60, text=True, capture_output=True, check=False)
-        files = [pathlib.Path(folder, str(rank)) for rank in range(size)]
-        assert all(file.exists() for file in files), done.stdout + done.stderr
-        return [_End(*ast.literal_eval(file.read_text())) for file in files]
+        communicate(start_forked(size, ["-c", script], ENDS=folder, **variables))
+        return [_End(*ast.literal_eval(pathlib.Path(folder, str(rank)).read_text())) for rank in range(size)]
 
 
 _DIVERGED = {
