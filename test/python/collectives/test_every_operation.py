@@ -94,6 +94,7 @@ def test_moves(size, kind):
         ops = kind.ops
         for dtype in kind.dtypes:
             values = np.arange(size * 2 * size).reshape(size, size, 2) % (2 if dtype == "bool" else 9)
+            values = values * (1 - 2j) if "complex" in dtype else values
 
             def given(r, values=values, dtype=dtype):
                 return kind.make(values[r], dtype)
@@ -117,10 +118,12 @@ def test_moves(size, kind):
 
 @pytest.mark.parametrize("kind", [Numpy(), Torch()], ids=["numpy", "torch"])
 def test_dtypes_that_cannot_be_reduced_are_refused_by_name_with_those_that_can(kind):
+    listed = ".*".join([*REDUCED[:7], "bfloat16", *REDUCED[7:]])
+
     def body(rank):
         for dtype in [d for d in kind.dtypes if d not in (*REDUCED, "bfloat16")]:
             for function in (kind.ops.allreduce, kind.ops.reducescatter):
-                with pytest.raises((TypeError, ValueError), match=rf"{dtype}.*float32"):
+                with pytest.raises((TypeError, ValueError), match=f"{dtype}.*{listed}"):
                     function(kind.make([[1, 2]], dtype))
         for op in (fl.Average, fl.Sum):
             with pytest.raises((TypeError, ValueError), match="bool"):
@@ -143,3 +146,36 @@ def test_scalars_and_empty_and_strided_arrays(size, kind):
         assert ops.allgather(strided).tolist() == [[0, 2], [4, 6], [8, 10]] * size
 
     run_threads(size, body)
+
+
+def test_lazily_conjugated_tensors_travel_by_value():
+    def body(rank):
+        mine = torch.tensor([1 + 2j, 3 - 1j]).conj()
+        assert flt.broadcast(mine, 0).tolist() == [1 - 2j, 3 + 1j]
+        flt.broadcast_(mine, 0)
+        assert mine.tolist() == [1 - 2j, 3 + 1j] and mine.is_conj()
+        negated = torch.tensor([1 + 2j]).conj().imag
+        assert flt.allreduce(negated, op=fl.Sum).tolist() == [-4.0]
+
+    run_threads(2, body)
+
+
+def test_dtypes_that_travel_alike_are_told_apart():
+    def body(rank):
+        pair = [np.ones(2, "c8"), np.ones((2, 2), "f4")][rank]
+        with pytest.raises(fl.MismatchError, match="complex64"):
+            fl.broadcast(pair, 0, name="x")
+        with pytest.raises(fl.MismatchError, match="uint16"):
+            fl.allgather(np.ones(2, ["u2", "i2"][rank]), name="x")
+        return fl.allgather(np.ones(1, "c8"), name="x").tolist()
+
+    assert run_threads(2, body) == [[1, 1]] * 2
+
+
+def test_what_cannot_be_moved_is_refused():
+    def body(_rank):
+        for values in (np.array(["a"]), np.array([None]), np.ones(1, ">f4"), np.ones(1, "M8[s]")):
+            with pytest.raises(TypeError, match="dtype .* is not supported"):
+                fl.broadcast(values, 0)
+
+    run_threads(1, body)

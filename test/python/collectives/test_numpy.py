@@ -12,32 +12,6 @@ import farandole as fl
 from farandole import basics
 from ranks import run_threads
 
-REDUCTIONS = {
-    fl.Sum: np.add.reduce,
-    fl.Min: np.minimum.reduce,
-    fl.Max: np.maximum.reduce,
-    fl.Product: np.multiply.reduce,
-}
-NUMBERS = "uint8 int8 int16 int32 int64 float16 float32 float64".split()
-
-
-def values(rank, dtype, count=37):
-    """Small integers, exact in every dtype."""
-    return (np.random.default_rng(rank).integers(0, 4, count)).astype(dtype)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_every_dtype_and_reduction_gives_the_exact_result(size):
-    def body(rank):
-        for dtype in NUMBERS:
-            for op, reduce in REDUCTIONS.items():
-                expected = reduce([values(r, dtype) for r in range(size)]).astype(dtype)
-                result = fl.allreduce(values(rank, dtype), name=f"{dtype} {op}", op=op)
-                np.testing.assert_array_equal(result, expected)
-                assert result.dtype == dtype
-
-    run_threads(size, body)
-
 
 def test_the_default_is_the_average_and_integers_truncate():
     def body(rank):
@@ -45,18 +19,6 @@ def test_the_default_is_the_average_and_integers_truncate():
         assert fl.allreduce(np.array([3 + rank, -3 - rank])).tolist() == [3, -3]
 
     run_threads(2, body)
-
-
-def test_bool_knows_min_max_and_product_only():
-    def body(rank):
-        mine = np.array([True, rank == 0, False])
-        assert fl.allreduce(mine, op=fl.Min).tolist() == [True, False, False]
-        assert fl.allreduce(mine, op=fl.Max).tolist() == [True, True, False]
-        with pytest.raises((ValueError, fl.HorovodInternalError), match="bool"):
-            fl.allreduce(mine, op=fl.Sum)
-        return fl.allreduce(np.ones(1)).item()
-
-    assert run_threads(2, body) == [1, 1]
 
 
 def test_factors_scale_contributions_and_the_result():

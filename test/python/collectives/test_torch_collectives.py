@@ -11,25 +11,6 @@ import farandole.torch as fl
 from farandole.torch import _codecs
 from ranks import run_threads
 
-DTYPES = [
-    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-    torch.float16, torch.bfloat16, torch.float32, torch.float64,
-]  # fmt: skip
-
-
-def test_every_dtype_is_reduced_and_broadcast():
-    def body(rank):
-        for dtype in DTYPES:
-            mine = torch.arange(5).add(rank).to(dtype)
-            total = fl.allreduce(mine, op=fl.Sum, name=f"sum {dtype}")
-            assert total.dtype == dtype and total.tolist() == [3, 6, 9, 12, 15]
-            assert fl.broadcast(mine, 2, name=f"{dtype}").tolist() == [2, 3, 4, 5, 6]
-        flags = torch.tensor([True, rank == 0])
-        assert fl.allreduce(flags, op=fl.Min).tolist() == [True, False]
-        assert fl.broadcast(flags, 1).tolist() == [True, False]
-
-    run_threads(3, body)
-
 
 def test_ranks_may_hold_the_same_tensor_in_different_layouts():
     def body(rank):
