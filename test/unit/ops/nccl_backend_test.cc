@@ -256,7 +256,7 @@ TEST_F(NcclRegisteredTest, FreesMemoryOnlyWhenItsResultsAreUnpackedAlsoAfterAFai
   SumFloats();
   FakeStream& unpack = *device().streams().at(2);
   std::atomic<int> ended{0}, freed{0}, in_use{0};
-  nccl_.when_called = [&](std::string_view call) {
+  nccl_.when_ending = [&](std::string_view call) {
     if (call == "CommDestroy") ++ended;
     if (call == "MemFree") ++(unpack.Idle() ? freed : in_use);
   };

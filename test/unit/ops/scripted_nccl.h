@@ -38,7 +38,8 @@ class ScriptedNccl {
   std::deque<NcclResult> states;  ///< Told by CommGetAsyncError in turn, then success.
   std::string last_error;
   std::function<void()> when_asked = [] {};  ///< Called by CommGetAsyncError.
-  std::function<void(std::string_view call)> when_called = [](std::string_view) {};
+  /// Called by CommDestroy and MemFree.
+  std::function<void(std::string_view call)> when_ending = [](std::string_view) {};
 
   // What it was asked.
   std::vector<std::string> calls;
@@ -65,7 +66,6 @@ class ScriptedNccl {
   }
   static NcclResult Answer(const char* call) {
     now()->calls.emplace_back(call);
-    now()->when_called(call);
     std::deque<NcclResult>& results = now()->answers[call];
     if (results.empty()) return NcclResult::kSuccess;
     const NcclResult result = results.front();
@@ -103,7 +103,10 @@ class ScriptedNccl {
       return Answer("CommGetAsyncError");
     };
     api.CommFinalize = [](NcclComm) { return Answer("CommFinalize"); };
-    api.CommDestroy = [](NcclComm) { return Answer("CommDestroy"); };
+    api.CommDestroy = [](NcclComm) {
+      now()->when_ending("CommDestroy");
+      return Answer("CommDestroy");
+    };
     api.CommAbort = [](NcclComm) { return Answer("CommAbort"); };
     api.AllReduce = [](const void* in, void* out, size_t count, NcclDataType, NcclRedOp, NcclComm,
                        NcclStream stream) {
@@ -129,6 +132,7 @@ class ScriptedNccl {
       return Answer("MemAlloc");
     };
     api.MemFree = [](void* memory) {
+      now()->when_ending("MemFree");
       std::free(memory);
       return Answer("MemFree");
     };
