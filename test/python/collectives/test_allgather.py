@@ -183,35 +183,6 @@ def test_groups_are_gathered_together_with_rows_of_their_own():
     run_threads(3, body)
 
 
-def test_wrong_calls_concern_nobody_else():
-    def body(rank):
-        if rank == 0:
-            with pytest.raises(ValueError, match="scalar has no rows"):
-                fl.allgather(np.float32(3))
-            with pytest.raises(ValueError, match="scalar has no rows"):
-                flt.allgather(torch.tensor(3.0))
-            with pytest.raises(TypeError, match="sparse_coo"):
-                flt.allgather(torch.eye(2).to_sparse())
-            with pytest.raises(TypeError, match="Process set provided does not exist"):
-                flt.allgather(torch.zeros(2), process_set=object())
-            with pytest.raises(ValueError, match="at least one tensor"):
-                flt.grouped_allgather([])
-        return fl.allgather(np.ones(1)).tolist()
-
-    assert run_threads(2, body) == [[1, 1], [1, 1]]
-
-
-def test_names_that_cannot_be_sent_are_refused_at_the_call():
-    def body(_rank):
-        with pytest.raises(TypeError, match="name must be a str or None, not 7"):
-            fl.allgather(np.ones(1), name=7)
-        with pytest.raises(ValueError, match="must not hold NUL"):
-            flt.allgather_async(torch.ones(1), name="a\0b")
-        return fl.allgather(np.ones(1)).tolist()
-
-    assert run_threads(2, body) == [[1, 1]] * 2
-
-
 def test_groups_of_unlike_lengths_are_counted_as_the_user_counts():
     def body(rank):
         with pytest.raises(fl.MismatchError, match="rank 0 sent 1 tensors, rank 1 sent 2 tensors"):

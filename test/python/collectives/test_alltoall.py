@@ -208,34 +208,6 @@ def test_other_dimensions_or_dtypes_are_a_mismatch_on_all_ranks(what, frontend):
         assert text in first, first
 
 
-WRONG = {
-    "not an even multiple of the number of workers: 3 rows for 2 ranks": (np.ones(3), None),
-    "Sum of splits entries is greater than the first dimension": (np.ones(3), [2, 2]),
-    "Number of entries in splits does not equal number of workers": (np.ones(3), [1, 1, 1]),
-    "expects a 1D splits tensor": (np.ones(3), [[1], [2]]),
-    "expects splits to contain integers": (np.ones(3), [1.0, 2.0]),
-    "must not be negative": (np.ones(3), [3, -1]),
-    "alltoall does not support scalar inputs": (np.float32(1), [1, 0]),
-}
-
-
-@pytest.mark.parametrize("text", WRONG)
-def test_wrong_calls_are_value_errors_that_concern_nobody_else(text):
-    tensor, splits = WRONG[text]
-
-    def body(rank):
-        if rank == 0:
-            with pytest.raises(ValueError, match=text):
-                fl.alltoall(tensor, splits)
-            with pytest.raises(ValueError, match=text):
-                flt.alltoall_async(
-                    torch.tensor(tensor), None if splits is None else torch.tensor(splits)
-                )
-        return fl.alltoall(np.full(2, rank)).tolist()
-
-    assert run_threads(2, body) == [[0, 1]] * 2
-
-
 def test_it_is_refused_by_name_while_a_rank_has_joined():
     def body(rank):
         if rank == 0:

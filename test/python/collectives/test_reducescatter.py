@@ -168,32 +168,6 @@ def test_the_tensor_of_a_group_that_differs_is_named():
     run_threads(2, body)
 
 
-def test_wrong_calls_concern_nobody_else():
-    def body(rank):
-        if rank == 0:
-            for scatter, scalar in (
-                (fl.reducescatter, np.float32(3)),
-                (flt.reducescatter, torch.tensor(3.0)),
-            ):
-                with pytest.raises(ValueError, match="reducescatter does not support scalar"):
-                    scatter(scalar)
-            with pytest.raises(ValueError, match="op must be"):
-                fl.reducescatter(np.ones(2), op=17)
-            with pytest.raises(ValueError, match="adasum"):
-                flt.reducescatter(torch.ones(2), op=fl.Adasum)
-            with pytest.raises(TypeError, match="Process set provided does not exist"):
-                flt.reducescatter(torch.ones(2), process_set=object())
-            with pytest.raises(ValueError, match="complex64 is not supported"):
-                flt.reducescatter(torch.zeros(2, dtype=torch.complex64))
-            with pytest.raises(ValueError, match="at least one tensor"):
-                flt.grouped_reducescatter([])
-            with pytest.raises(ValueError, match="bool"):
-                fl.reducescatter(np.ones(2, bool), op=fl.Sum)
-        return fl.reducescatter(np.ones(2)).tolist()
-
-    assert run_threads(2, body) == [[1], [1]]
-
-
 def test_a_joined_rank_contributes_nothing_to_what_the_others_get():
     def body(rank):
         results = []
