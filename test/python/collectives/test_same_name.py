@@ -120,7 +120,10 @@ def test_a_name_in_flight_for_one_collective_is_refused_locally_for_another():
             fl.barrier()
             fl.allreduce(ARRAY, name="k")
             fl.barrier()
-            return fl.allgather(ARRAY, name="rows").shape
+            rows = fl.allgather(ARRAY, name="rows")
+            fl.barrier()
+            FORMS["sparse_allreduce"][1]("sparse")
+            return rows.shape
         handle = fl.allreduce_async(ARRAY, name="k")
         for call in (CALLS["broadcast"], CALLS["allgather"]):
             with pytest.raises(ValueError, match='"k" is already in flight .* 0, as allreduce'):
@@ -131,7 +134,13 @@ def test_a_name_in_flight_for_one_collective_is_refused_locally_for_another():
         with pytest.raises(ValueError, match='"rows" is already in flight on rank 0, as allgather'):
             fl.allreduce(ARRAY, name="rows")
         fl.barrier()
-        return fl.synchronize(handle).shape
+        rows = fl.synchronize(handle)
+        finish = ft.sparse_allreduce_async(torch.eye(3).to_sparse(), name="sparse")
+        with pytest.raises(ValueError, match='"sparse" is already in flight .* as sparse_allreduce_async'):
+            fl.allgather(ARRAY, name="sparse")
+        fl.barrier()
+        finish()
+        return rows.shape
 
     assert run_threads(2, body, timeout_s=10) == [(8, 2), (8, 2)]
 
