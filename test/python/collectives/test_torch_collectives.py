@@ -160,20 +160,6 @@ def test_one_rank_is_exact_with_any_compression():
     run_threads(1, body)
 
 
-def test_unsupported_tensors_are_refused():
-    def body(rank):
-        with pytest.raises(ValueError, match="complex64 is not supported"):
-            fl.allreduce(torch.zeros(2, dtype=torch.complex64))
-        with pytest.raises(TypeError, match="torch.Tensor"):
-            fl.allreduce([1.0])
-        with pytest.raises(TypeError, match="sparse_coo"):
-            fl.allreduce(torch.eye(2).to_sparse())
-        with pytest.raises(TypeError, match="Process set provided does not exist"):
-            fl.allreduce(torch.zeros(2), process_set=object())
-
-    run_threads(1, body)
-
-
 def test_broadcast_parameters_takes_state_dicts_pairs_and_lists():
     def body(rank):
         model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.BatchNorm2d(3))
