@@ -303,11 +303,6 @@ std::string HelpText(const Setting& setting) {
   return text;
 }
 
-const std::string* Find(const Environment& environment, const char* name) {
-  const auto it = environment.find(name);
-  return it == environment.end() || it->second.empty() ? nullptr : &it->second;
-}
-
 std::vector<std::string_view> KnownNames() {
   std::vector<std::string_view> names(kNamesOfOthers.begin(), kNamesOfOthers.end());
   for (const Setting& setting : kSettings) {
@@ -340,6 +335,12 @@ Status RefuseUnknownNames(const Environment& environment) {
 }
 
 }  // namespace
+
+const std::string* Find(const Environment& environment, const char* name) {
+  if (name == nullptr) return nullptr;
+  const auto it = environment.find(name);
+  return it == environment.end() || it->second.empty() ? nullptr : &it->second;
+}
 
 Environment ReadEnvironment() {
   Environment environment;

@@ -21,6 +21,8 @@ inline constexpr int kMostSettingSeconds = 31'536'000;
 
 /// The process's environment as it is now. The library's only use of it.
 Environment ReadEnvironment();
+/// A variable's value; nullptr if it is unset or empty, or without a name.
+const std::string* Find(const Environment& environment, const char* name);
 
 /// What is done about a contribution that is nan or infinite.
 enum class NanCheck : uint8_t { kOff, kWarn, kRaise };

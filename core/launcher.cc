@@ -99,13 +99,6 @@ const std::array kSources = {
            true},
 };
 
-/// An empty value counts as unset, as in ParseConfig.
-const std::string* Find(const Environment& environment, const char* name) {
-  if (name == nullptr) return nullptr;
-  const auto it = environment.find(name);
-  return it == environment.end() || it->second.empty() ? nullptr : &it->second;
-}
-
 const char* FirstSet(const Environment& environment, const Names& names) {
   for (const char* name : names) {
     if (Find(environment, name) != nullptr) return name;

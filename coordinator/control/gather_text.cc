@@ -8,7 +8,7 @@
 namespace farandole {
 namespace {
 
-constexpr int kFanOut = 8;
+constexpr int kAnswerFanOut = 8;
 
 size_t SharedPrefix(std::string_view a, std::string_view b) {
   return static_cast<size_t>(std::ranges::mismatch(a, b).in1 - a.begin());
@@ -91,10 +91,10 @@ Result<std::vector<std::string>> DecodeGathered(std::span<const std::byte> bytes
 
 RankRange AnswerChildren(int rank, int size) {
   const auto limited = [size](int64_t to) { return static_cast<int>(std::min<int64_t>(to, size)); };
-  const int64_t first = int64_t{kFanOut} * rank + 1;
-  return {limited(first), limited(first + kFanOut)};
+  const int64_t first = int64_t{kAnswerFanOut} * rank + 1;
+  return {limited(first), limited(first + kAnswerFanOut)};
 }
 
-int AnswerParent(int rank) { return (rank - 1) / kFanOut; }
+int AnswerParent(int rank) { return (rank - 1) / kAnswerFanOut; }
 
 }  // namespace farandole

@@ -51,8 +51,6 @@ std::string Seconds(int64_t ns) {
          " s";
 }
 
-std::string RankText(int rank) { return "rank " + std::to_string(rank); }
-
 // Of the ranks that are not in the table; empty: all are.
 std::string Missing(const std::vector<TableEntry>& table, int size) {
   std::string names;
@@ -62,7 +60,7 @@ std::string Missing(const std::vector<TableEntry>& table, int size) {
     if (at < table.size() && table[at].rank == rank) {
       ++at;
     } else if (++count <= kMostNamed) {
-      names += (names.empty() ? "" : ", ") + RankText(rank);
+      names += (names.empty() ? "" : ", ") + RankName(rank);
     }
   }
   if (count > kMostNamed) names += " and " + std::to_string(count - kMostNamed) + " more";
@@ -118,8 +116,8 @@ class Registry {
     const auto [known, is_new] = ranks_.try_emplace(
         event.from, Known{{event.from, came.value().addresses}, where, came.value().instance});
     if (!is_new && known->second.instance != came.value().instance) {
-      return Reject(event, RankText(event.from) + " has joined from " + known->second.where +
-                               " already; " + where + " says it is " + RankText(event.from) +
+      return Reject(event, RankName(event.from) + " has joined from " + known->second.where +
+                               " already; " + where + " says it is " + RankName(event.from) +
                                ", too");
     }
     hub_.SendOnJoin(event.connection, FrameType::kAccepted, {}, true);
@@ -234,7 +232,7 @@ class Joiner {
   }
 
   Status Late() const {
-    return Timeout(RankText(hub_.rank()) + " did not reach rank 0 at " + options_.where +
+    return Timeout(RankName(hub_.rank()) + " did not reach rank 0 at " + options_.where +
                    " within " + Seconds(options_.timeout_ns) +
                    (reason_.empty() ? "" : ": " + reason_));
   }
@@ -258,7 +256,7 @@ class Joiner {
       Flush(hub_, *options_.clock);
       return Timeout(missing + " did not join rank 0 at " + options_.where + " in time");
     }
-    return Timeout(RankText(hub_.rank()) + " has joined rank 0 at " + options_.where +
+    return Timeout(RankName(hub_.rank()) + " has joined rank 0 at " + options_.where +
                    ", but not all ranks have within " + Seconds(options_.timeout_ns));
   }
 

@@ -34,8 +34,6 @@ bool ReadKey(const std::string& text, JobKey& key) {
   return true;
 }
 
-std::string RankText(int rank) { return "rank " + std::to_string(rank); }
-
 Result<Listening> ListenAsListed(const std::string& interfaces) {
   const Result<InterfaceList> list = ParseInterfaces(interfaces);
   return list.ok() ? ListenForAll(0, list.value(), interfaces) : list.status();
@@ -56,7 +54,7 @@ std::string WhyNone(const std::vector<std::string>& texts) {
   const auto failed =
       std::ranges::find_if(texts, [](const auto& text) { return text.starts_with(kFailed); });
   if (failed == texts.end()) return "";
-  return RankText(static_cast<int>(failed - texts.begin())) + " " + failed->substr(1);
+  return RankName(static_cast<int>(failed - texts.begin())) + " " + failed->substr(1);
 }
 
 void Warn(Log& log, const std::string& why) {
@@ -137,7 +135,7 @@ Result<std::shared_ptr<StreamHub>> ListenBeside(Transport& transport,
   }
   Result<std::unique_ptr<StreamHub>> hub = MakeHub(options, listening.value());
   if (!hub.ok()) {
-    Warn(*options.log, RankText(transport.rank()) + ": " + hub.status().message());
+    Warn(*options.log, RankName(transport.rank()) + ": " + hub.status().message());
     return std::shared_ptr<StreamHub>();
   }
   for (const int peer : elsewhere) {

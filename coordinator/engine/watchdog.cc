@@ -12,7 +12,7 @@
 namespace farandole {
 namespace {
 
-constexpr int64_t kPeriodNs = 250 * kNsPerMs;
+constexpr int64_t kLongestPeriodNs = 250 * kNsPerMs;
 constexpr int64_t kRevokeTimeoutNs = kNsPerSecond;  // far more than a chunk's copy takes
 
 }  // namespace
@@ -93,7 +93,8 @@ void Watchdog::SleepFor(int64_t period_ns) {
 // started while the error was being recorded.
 void Watchdog::Loop() {
   const int64_t shortest_ns = std::min(progress_timeout_ns_, shutdown_timeout_ns_);
-  const int64_t period_ns = std::min(kPeriodNs, std::max<int64_t>(shortest_ns / 4, kNsPerMs));
+  const int64_t period_ns =
+      std::min(kLongestPeriodNs, std::max<int64_t>(shortest_ns / 4, kNsPerMs));
   int64_t same_iteration = 0;
   int64_t watched = 0;
   while (stop_.load() == 0) {

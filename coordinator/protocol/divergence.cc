@@ -26,7 +26,7 @@ constexpr int64_t kMostPlaceNs = kNsPerSecond;
 /// A rank with more keys says nothing, and stalls report it. Bounds what travels.
 constexpr size_t kMostKeys = 4096;
 
-constexpr size_t kListed = 4;          // groups of ranks, and calls of each
+constexpr size_t kDivergedListed = 4;  // groups of ranks, and calls of each
 constexpr size_t kCompared = 8;        // names of each group
 constexpr size_t kMostCompared = 256;  // bytes of a name
 
@@ -51,8 +51,9 @@ std::string DescribeCalls(const std::vector<KeyName>& keys) {
     if (std::ranges::find(calls, call) == calls.end()) calls.push_back(std::move(call));
   }
   std::string text;
-  for (size_t i = 0; i < calls.size() && i < kListed; ++i) text += (i > 0 ? ", " : "") + calls[i];
-  if (calls.size() > kListed) text += ", ... (" + std::to_string(calls.size()) + " calls)";
+  for (size_t i = 0; i < calls.size() && i < kDivergedListed; ++i)
+    text += (i > 0 ? ", " : "") + calls[i];
+  if (calls.size() > kDivergedListed) text += ", ... (" + std::to_string(calls.size()) + " calls)";
   return text;
 }
 
@@ -70,8 +71,8 @@ bool AreAlike(const std::string& a, const std::string& b) {
 
 /// What one group waits for and another one does not.
 std::string DescribeNearMiss(const std::vector<WaitingRanks>& diverged) {
-  for (size_t g = 0; g < diverged.size() && g < kListed; ++g) {
-    for (size_t h = g + 1; h < diverged.size() && h < kListed; ++h) {
+  for (size_t g = 0; g < diverged.size() && g < kDivergedListed; ++g) {
+    for (size_t h = g + 1; h < diverged.size() && h < kDivergedListed; ++h) {
       const std::vector<KeyName>& left = diverged[g].keys;
       const std::vector<KeyName>& right = diverged[h].keys;
       for (size_t i = 0; i < left.size() && i < kCompared; ++i) {
@@ -137,13 +138,14 @@ std::vector<size_t> OutOfOrder(std::span<const WaitingRanks> waiting) {
 
 std::string DescribeDivergence(const std::vector<WaitingRanks>& diverged, bool were_run) {
   std::string text = "ranks wait for different operations, and none can go on: ";
-  for (size_t i = 0; i < diverged.size() && i < kListed; ++i) {
+  for (size_t i = 0; i < diverged.size() && i < kDivergedListed; ++i) {
     const std::vector<int32_t>& ranks = diverged[i].ranks;
     text += (i > 0 ? "; " : "") + DescribeRanks(ranks) +
             (ranks.size() == 1 ? " waits for " : " wait for ") + DescribeCalls(diverged[i].keys);
     if (!diverged[i].place.empty()) text += " at " + diverged[i].place;
   }
-  if (diverged.size() > kListed) text += "; ... (" + std::to_string(diverged.size()) + " groups)";
+  if (diverged.size() > kDivergedListed)
+    text += "; ... (" + std::to_string(diverged.size()) + " groups)";
   if (std::ranges::all_of(diverged, &WaitingRanks::in_order)) {
     return text + "; all ranks must make the same calls in the same order";
   }

@@ -11,7 +11,7 @@
 namespace farandole {
 namespace {
 
-constexpr size_t kListed = 16;  // numbers of rows spelled out
+constexpr size_t kRowsListed = 16;  // numbers of rows spelled out
 
 Status Refuse(const KeyName& key, const std::string& why) {
   return InvalidArgument(Describe(key) + ": " + why);
@@ -190,10 +190,10 @@ size_t PositionOf(int32_t rank, std::span<const int32_t> members) {
 
 std::string DescribeRows(std::span<const int64_t> rows) {
   std::string text = "[";
-  for (size_t i = 0; i < std::min(rows.size(), kListed); ++i) {
+  for (size_t i = 0; i < std::min(rows.size(), kRowsListed); ++i) {
     text += (i > 0 ? "," : "") + std::to_string(rows[i]);
   }
-  if (rows.size() > kListed) text += ",... (" + std::to_string(rows.size()) + " ranks)";
+  if (rows.size() > kRowsListed) text += ",... (" + std::to_string(rows.size()) + " ranks)";
   return text + "]";
 }
 

@@ -11,9 +11,9 @@
 namespace farandole {
 namespace {
 
-constexpr size_t kListed = 8;        // ranks or calls spelled out; the rest is counted
-constexpr size_t kSpelled = 3;       // parameters of an optimizer likewise
-constexpr size_t kMostGroups = 256;  // remembered; beyond, a stall may be printed more often
+constexpr size_t kStalledListed = 8;  // ranks or calls spelled out; the rest is counted
+constexpr size_t kNamesSpelled = 3;   // parameters of an optimizer likewise
+constexpr size_t kMostGroups = 256;   // remembered; beyond, a stall may be printed more often
 
 // Of the names that optimizers give their gradients (farandole/torch/optimizer.py): their number
 // and a point come next, then a parameter's name or what is exchanged besides.
@@ -94,12 +94,12 @@ struct CallText {
   std::string call;                // as DescribeCall gives it
   int64_t times = 0;               // its stalled keys; 0 for an optimizer's
   int64_t tensors = 0;             // parameters
-  std::vector<std::string> names;  // kSpelled of them at most
+  std::vector<std::string> names;  // kNamesSpelled of them at most
 };
 
 void AddGradients(const StallFacts& facts, std::string_view rest, CallText& text) {
   const auto add = [&](const std::string& name) {
-    if (text.names.size() < kSpelled) text.names.push_back('"' + name + '"');
+    if (text.names.size() < kNamesSpelled) text.names.push_back('"' + name + '"');
   };
   // It belongs to the optimizer's call, but is no parameter that a user could look for.
   if (IsBesides(rest)) return;
@@ -141,10 +141,10 @@ std::string DescribeCalls(const Group& group) {
     }
   }
   std::string text;
-  for (size_t i = 0; i < calls.size() && i < kListed; ++i) {
+  for (size_t i = 0; i < calls.size() && i < kStalledListed; ++i) {
     text += (i > 0 ? ", " : "") + ToText(calls[i]);
   }
-  if (calls.size() > kListed) text += ", ... (" + std::to_string(calls.size()) + " calls)";
+  if (calls.size() > kStalledListed) text += ", ... (" + std::to_string(calls.size()) + " calls)";
   return text;
 }
 
@@ -219,7 +219,7 @@ void NameGradients(const KeyName& key, const Signature& signature, Answer& answe
   for (const TensorSignature& tensor : signature.tensors) {
     if (IsBesides(tensor.name)) continue;
     ++answer.tensors;
-    if (answer.names.size() < kSpelled) answer.names.push_back(tensor.name);
+    if (answer.names.size() < kNamesSpelled) answer.names.push_back(tensor.name);
   }
 }
 
@@ -239,9 +239,10 @@ std::string DescribeStall(const std::vector<const StallFacts*>& stalls) {
   size_t count = 0;
   for (const Answer& answer : first.answers) {
     if (!IsMissing(first, answer)) continue;
-    if (++count <= kListed) text += (count > 1 ? ", " : "; missing: ") + DescribeMissing(answer);
+    if (++count <= kStalledListed)
+      text += (count > 1 ? ", " : "; missing: ") + DescribeMissing(answer);
   }
-  if (count > kListed) text += ", ... (" + std::to_string(count) + " ranks)";
+  if (count > kStalledListed) text += ", ... (" + std::to_string(count) + " ranks)";
   if (!first.silent.empty()) text += "; no answer from " + DescribeRanks(first.silent);
   const bool went_on = std::ranges::any_of(stalls, [](const StallFacts* facts) {
     return std::ranges::any_of(facts->answers, [&](const Answer& answer) {

@@ -6,11 +6,11 @@
 namespace farandole {
 namespace {
 
-constexpr uint8_t kMagic = 0xFA;
+constexpr uint8_t kFrameMagic = 0xFA;
 constexpr uint8_t kVersion = 1;
 
 struct Header {
-  uint8_t magic = kMagic;
+  uint8_t magic = kFrameMagic;
   uint8_t version = kVersion;
   uint8_t type = 0;
   uint8_t zero = 0;
@@ -20,10 +20,10 @@ struct Header {
 static_assert(sizeof(Header) == kFrameHeaderBytes);
 
 const char* Fault(const Header& header, uint64_t number) {
-  if (header.magic != kMagic || header.zero != 0) return "no frame begins where one should";
+  if (header.magic != kFrameMagic || header.zero != 0) return "no frame begins where one should";
   if (header.version != kVersion) return "a frame of another version";
   if (header.type < 1 || header.type > kLastFrameType) return "a frame of an unknown type";
-  if (header.length > kMaxFrameBytes) return "a frame that is too long";
+  if (header.length > kMaxFramePayloadBytes) return "a frame that is too long";
   if (header.number != number) return "a frame is missing, or came twice";
   return nullptr;
 }

@@ -29,13 +29,13 @@ enum class FrameType : uint8_t {
 inline constexpr uint8_t kLastFrameType = 10;
 inline constexpr size_t kFrameHeaderBytes = 16;
 inline constexpr size_t kFrameMacBytes = 16;
-inline constexpr uint32_t kMaxFrameBytes = uint32_t{1} << 28;  ///< Of a payload.
+inline constexpr uint32_t kMaxFramePayloadBytes = uint32_t{1} << 28;
 
 /// One direction of a stream. Thread safety: none.
 class StreamWriter {
  public:
   explicit StreamWriter(const JobKey& key) : hmac_(key) {}
-  /// Appends a frame to `out`. `payload` has kMaxFrameBytes at most.
+  /// Appends a frame to `out`. `payload` has kMaxFramePayloadBytes at most.
   void Append(FrameType type, ByteSpan payload, std::vector<std::byte>& out);
 
  private:

@@ -17,6 +17,9 @@
 #include <utility>
 
 namespace farandole {
+
+std::string RankName(int rank) { return "rank " + std::to_string(rank); }
+
 namespace {
 
 constexpr uint64_t kWakeId = 0,
@@ -56,11 +59,9 @@ SocketAddress OwnAddress(int socket) {
   return SocketAddress(storage);
 }
 
-std::string RankText(int rank) { return "rank " + std::to_string(rank); }
-
 // "rank 3 (host b)", or without a host that is not known.
-std::string RankText(int rank, const std::string& host) {
-  return RankText(rank) + (host.empty() ? "" : " (host " + host + ")");
+std::string RankAt(int rank, const std::string& host) {
+  return RankName(rank) + (host.empty() ? "" : " (host " + host + ")");
 }
 
 }  // namespace
@@ -591,7 +592,7 @@ void StreamHub::Break(uint64_t id, const std::string& why, bool definite) {
   PeerState& state = peers_[static_cast<size_t>(peer)];
   (state.in == id ? state.in : state.out) = 0;
   Close(id);
-  LosePeer(peer, Unavailable(RankText(peer) + " is gone: its connection to " + RankText(rank()) +
+  LosePeer(peer, Unavailable(RankName(peer) + " is gone: its connection to " + RankName(rank()) +
                              " broke (" + where + ")"));
 }
 
@@ -700,8 +701,8 @@ void StreamHub::CheckSilence(int rank) {
   char seconds[32];
   (void)std::snprintf(seconds, sizeof seconds, "%.1f s",
                       static_cast<double>(peer.silent_ns) / kNsPerSecond);
-  const std::string why = RankText(rank, peer.host) + " cannot be reached from " +
-                          RankText(this->rank(), host_) + ": nothing has come for " + seconds +
+  const std::string why = RankAt(rank, peer.host) + " cannot be reached from " +
+                          RankAt(this->rank(), host_) + ": nothing has come for " + seconds +
                           "; it is stopped or cut off";
   peer.lost =
       Status(Code::kUnavailable, why,
@@ -806,7 +807,7 @@ void StreamHub::EndRound(Attempt& attempt) {
 
 void StreamHub::Fail(const Attempt& attempt) {
   const std::unique_ptr<Attempt> owned = std::move(attempts_.extract(attempt.key).mapped());
-  const Status status = Unavailable(RankText(rank()) + " cannot reach " + RankText(owned->peer) +
+  const Status status = Unavailable(RankName(rank()) + " cannot reach " + RankName(owned->peer) +
                                     " at " + (owned->error.empty() ? "no address" : owned->error));
   switch (owned->hello.role) {
     case StreamRole::kJoin:
@@ -838,7 +839,7 @@ void StreamHub::Connect(int to) {
 
 // Written at once by the thread that sends, unless earlier frames wait.
 Status StreamHub::Send(int to, FrameType type, ByteSpan payload) {
-  if (payload.size() > kMaxFrameBytes) {
+  if (payload.size() > kMaxFramePayloadBytes) {
     return InvalidArgument("control message of " + std::to_string(payload.size()) + " bytes");
   }
   const std::lock_guard lock(mutex_);

@@ -24,6 +24,9 @@
 
 namespace farandole {
 
+/// "rank 3".
+std::string RankName(int rank);
+
 struct HubOptions {
   Party party;   ///< Without epoch and joining.
   int size = 1;  ///< Ranks of the job.
