@@ -78,23 +78,21 @@ add_custom_target(tests)
 
 # farandole_gtest(name LABEL unit SOURCES x_test.cc [THREADED y_test.cc] LIBRARIES farandole_core
 #                 [TIMEOUT 60] [ARGS --seeds 5] [LONG X.DoesItAHundredThousandTimes ...] [COMPILED])
-# A gtest program; each of its cases is one ctest test. THREADED: the sources whose cases run threads
-# against one another; a build with ThreadSanitizer holds just these. LONG: cases, by gtest's patterns,
-# that repeat what others do, to count or to search; a build with sanitizers leaves them out. COMPILED:
-# unit tests about what the compiler made of it (kernels, libraries); a build with FARANDOLE_UNIT_TESTS
-# off holds no others.
+# A gtest program; each of its cases is one ctest test. In a build with sanitizers, where a process takes
+# longer to start and end than most cases, the program is one, and writes gtest/<name>.xml about its cases.
+# THREADED: the sources whose cases run threads against one another; a build with ThreadSanitizer holds
+# just these. LONG: cases, by gtest's patterns, that repeat what others do, to count or to search; a build
+# with sanitizers leaves them out. COMPILED: unit tests about what the compiler made of it (kernels,
+# libraries); a build with FARANDOLE_UNIT_TESTS off holds no others.
 function(farandole_gtest name)
   cmake_parse_arguments(arg "COMPILED" "LABEL;TIMEOUT" "SOURCES;THREADED;LIBRARIES;ARGS;LONG" ${ARGN})
   if(NOT arg_TIMEOUT)
     set(arg_TIMEOUT 60)
   endif()
   set(filter)
-  if(FARANDOLE_SANITIZE AND arg_LONG)
+  if(arg_LONG)
     list(JOIN arg_LONG ":" long)
-    set(filter TEST_FILTER "-${long}")
-  endif()
-  if(FARANDOLE_SANITIZE)
-    math(EXPR arg_TIMEOUT "10 * ${arg_TIMEOUT}")
+    set(filter "--gtest_filter=-${long}")
   endif()
   set(sources ${arg_SOURCES} ${arg_THREADED})
   if(FARANDOLE_SANITIZE STREQUAL "thread" AND arg_THREADED)
@@ -114,11 +112,17 @@ function(farandole_gtest name)
     return()
   endif()
   add_dependencies(tests ${name})
+  if(FARANDOLE_SANITIZE)
+    set(report "${PROJECT_BINARY_DIR}/gtest/${name}.xml")
+    add_test(NAME ${name} COMMAND ${name} ${arg_ARGS} --gtest_brief=1 --gtest_output=xml:${report} ${filter})
+    set_tests_properties(${name} PROPERTIES LABELS ${arg_LABEL} TIMEOUT 1200)
+    return()
+  endif()
   # ctest runs no cases of a program that is not built, and would call that a success.
   add_test(NAME ${name}.is_built COMMAND ${name} --gtest_list_tests)
   set_tests_properties(${name}.is_built PROPERTIES LABELS ${arg_LABEL})
   gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60 NO_PRETTY_VALUES
-                       EXTRA_ARGS ${arg_ARGS} ${filter}
+                       EXTRA_ARGS ${arg_ARGS}
                        PROPERTIES LABELS ${arg_LABEL} TIMEOUT ${arg_TIMEOUT})
 endfunction()
 

@@ -1,5 +1,7 @@
 """Adds up JUnit reports: `count_results.py FOLDER [STEP ...]` prints "N passed, N failed".
 
+A report is pytest's, ctest's (`release.xml`), or that of one GoogleTest program (`asan.unit_core.xml`).
+
 Every STEP named counts as one failure: it did not come to its tests. Failures are listed before the
 last line, and so are the slowest tests and the reasons of tests that were skipped; one for which no
 reason of ALLOWED stands counts as failed. A machine that cannot do what a test needs allows it by a
@@ -47,20 +49,23 @@ class Outcome(NamedTuple):
 
 def outcomes(report: pathlib.Path) -> Iterator[Outcome]:
     """What became of each test of one report."""
+    lane, _, program = report.stem.partition(".")
     for case in xml.parse(report).getroot().iter("testcase"):
         name = f"{report.stem}: {case.get('classname', '')}.{case.get('name', '')}"
         skipped, seconds = case.find("skipped"), float(case.get("time") or 0)
         if case.find("failure") is not None or case.find("error") is not None:
-            yield Outcome(report.stem, name, "failed", seconds)
-        elif case.get("status") == "disabled":
-            yield Outcome(report.stem, name, "skipped", seconds, f"disabled in its source: {case.get('name')}")
+            yield Outcome(lane, name, "failed", seconds)
+        elif case.get("status") == "disabled" or (program and case.get("status") == "notrun"):
+            yield Outcome(lane, name, "skipped", seconds, f"disabled in its source: {case.get('name')}")
+        elif skipped is not None and program:
+            yield Outcome(lane, name, "skipped", seconds, skipped.get("message", "").partition("\n")[2].strip())
         elif skipped is not None and not report.stem.startswith("pytest"):
             chosen = any(text in skipped.get("message", "") for text in CHOSEN)
-            yield Outcome(report.stem, name, "skipped" if chosen else "failed", seconds, _reason_of_gtest(case))
+            yield Outcome(lane, name, "skipped" if chosen else "failed", seconds, _reason_of_gtest(case))
         elif skipped is not None:
-            yield Outcome(report.stem, name, "skipped", seconds, _reason_of_pytest(skipped))
+            yield Outcome(lane, name, "skipped", seconds, _reason_of_pytest(skipped))
         else:
-            yield Outcome(report.stem, name, "passed", seconds)
+            yield Outcome(lane, name, "passed", seconds)
 
 
 def _reason_of_gtest(case: xml.Element) -> str:

@@ -18,11 +18,11 @@ inline constexpr ReduceOp kAllBitOps[] = {ReduceOp::kBitAnd, ReduceOp::kBitOr, R
 
 /// Planes move elements by their length, whatever these mean, and kernels do not know how many
 /// members there are: with four, one dtype of each length with two ops shows as much as all of them
-/// do with fewer, and with more two dtypes do. To ThreadSanitizer four dtypes always do.
+/// do with fewer, and with more two dtypes do. To ThreadSanitizer two always do.
 #if defined(FARANDOLE_SANITIZE_THREAD)
-inline constexpr int kMembersWithAll = 0;
+inline constexpr int kMembersWithAll = 0, kMembersWithFew = 0;
 #else
-inline constexpr int kMembersWithAll = 3;
+inline constexpr int kMembersWithAll = 3, kMembersWithFew = 4;
 #endif
 inline constexpr DType kFewDTypes[] = {DType::kUint8, DType::kFloat16, DType::kFloat32,
                                        DType::kInt64};
@@ -31,7 +31,7 @@ inline constexpr ReduceOp kFewOps[] = {ReduceOp::kSum, ReduceOp::kAverage};
 inline constexpr ReduceOp kFewBitOps[] = {ReduceOp::kBitXor};
 
 inline std::span<const DType> DTypesFor(int members) {
-  if (members > 4) return kTwoDTypes;
+  if (members > kMembersWithFew) return kTwoDTypes;
   return members > kMembersWithAll ? std::span<const DType>(kFewDTypes) : kAllDTypes;
 }
 inline std::span<const ReduceOp> OpsFor(int members) {

@@ -117,7 +117,7 @@ TEST(ProcessSetChurn, TablesAndMemoryStayFlat) {
   cycles(600);  // every name of a call that adds or removes was used
   const std::vector<Engine::TableSizes> before = churn.Sizes();
   const int64_t resident = ResidentBytes();
-  cycles(kSanitized ? 3'000 : 50'000);
+  cycles(kSanitized ? 1'000 : 50'000);
   EXPECT_EQ(churn.Sizes(), before);
   if (kSanitized) return;
   EXPECT_LT(ResidentBytes() - resident, 4 << 20);
@@ -392,7 +392,7 @@ class NameChurn {
 
 TEST(NameChurn, NamesThatNobodyHoldsTakeNothing) {
   NameChurn names;
-  constexpr int kFirst = kSanitized ? 5'000 : 20'000;
+  constexpr int kFirst = kSanitized ? 3'000 : 20'000;
   names.Use(0, kFirst);
   const int64_t resident = ResidentBytes();
   names.Use(kFirst, 3 * kFirst);
@@ -408,12 +408,13 @@ TEST(NameChurn, NamesThatNobodyHoldsTakeNothing) {
 
 // The ids of all other names are free then, at every rank, and only these are left.
 TEST(NameChurn, WhatIsHeldKeepsItsIdAndWhatIsUsedAgainGetsOne) {
+  constexpr int kNames = kSanitized ? 2'000 : 8'000;
   NameChurn names;
   const HeldOperation held = names.Prepare(0, "held");
   for (int use = 0; use < 3; ++use) names.Sum("held");
   names.Sum("now and then");
   for (int i = 0; i < 5; ++i) {
-    names.Use(i * 8'000, 8'000);
+    names.Use(i * kNames, kNames);
     const int64_t before = names.churn.job.counters(1).Get(Counter::kControlBytesSent);
     names.Sum("held");
     const int64_t by_id = names.churn.job.counters(1).Get(Counter::kControlBytesSent) - before;

@@ -20,6 +20,13 @@ no such machine
   <testcase name="disabled" status="disabled"/>
   <testcase name="missing" status="notrun"><skipped message="Unable to find executable"/></testcase>
 </testsuite>"""
+GTEST = """<testsuites name="AllTests"><testsuite name="A">
+  <testcase name="Good" status="run" result="completed" time="0.1" classname="A"/>
+  <testcase name="Bad" status="run" result="completed" time="0" classname="A"><failure message="x"/></testcase>
+  <testcase name="Unwilling" status="run" result="skipped" time="0" classname="A">
+    <skipped message="a_test.cc:7&#x0A;no such machine&#x0A;"/></testcase>
+  <testcase name="DISABLED_Huge" status="notrun" result="suppressed" time="0" classname="A"/>
+</testsuite></testsuites>"""
 PYTEST = """<testsuites><testsuite>
   <testcase classname="a" name="good"/>
   <testcase classname="a" name="broken"><error message="x"/></testcase>
@@ -102,3 +109,15 @@ def test_the_slowest_of_all_reports_are_printed_the_slowest_first(tmp_path, caps
     (tmp_path / "asan.xml").write_text(f"<testsuite>{cases}</testsuite>")
     assert count_results.main(str(tmp_path), []) == 0
     assert capsys.readouterr().err == "SLOW  100.0 s asan: c.d\nSLOW   31.3 s pytest: a.b\n"
+
+
+def test_cases_of_a_gtest_program_count_beside_the_program(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(count_results, "ALLOWED", [("asan", "no such machine|disabled in its source: .*Huge")])
+    program = '<testcase name="unit_a" status="fail"><failure/></testcase>'
+    (tmp_path / "asan.xml").write_text(f"<testsuite>{program}</testsuite>")
+    (tmp_path / "asan.unit_a.xml").write_text(GTEST)
+    assert count_results.main(str(tmp_path), []) == 1
+    output = capsys.readouterr()
+    assert output.out == "1 passed, 2 failed\n"
+    assert "FAILED asan.unit_a: A.Bad\n" in output.err
+    assert "SKIPPED asan: 1 of: no such machine\n" in output.err
