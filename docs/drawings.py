@@ -133,7 +133,7 @@ def scaling() -> str:
     for tensors, colour in ((10_000, ORANGE), (200, BLUE), (19, GREEN)):
         points = [at(int(ranks), float(us)) for ranks, count, us in rows if int(count) == tensors]
         drawing.curve(points, colour)
-        drawing.text(points[-1][0] + 12, points[-1][1] + 5, f"{tensors:,} tensors", "start", colour, bold=True)
+        drawing.text(points[-1][0] + 12, points[-1][1] + 14, f"{tensors:,} tensors", "start", colour, bold=True)
     return drawing.svg()
 
 
