@@ -13,29 +13,33 @@
 namespace farandole::simulation {
 namespace {
 
-constexpr uint64_t kSeedsPerTest = 500;
+#if defined(FARANDOLE_SANITIZE_ADDRESS) || defined(FARANDOLE_SANITIZE_THREAD)
+constexpr int64_t kSeedsPerTest = 100;  // all of them in a build that is optimised
+#else
+constexpr int64_t kSeedsPerTest = 500;
+#endif
 
 class Schedules : public testing::TestWithParam<uint64_t> {};
 
 TEST_P(Schedules, EndEverySubmissionOnceAlikeOnAllRanks) {
   Totals totals;
-  const uint64_t first = GetParam() * kSeedsPerTest;
+  const uint64_t first = GetParam() * uint64_t{kSeedsPerTest};
   for (uint64_t seed = first; seed < first + kSeedsPerTest; ++seed) {
     const std::optional<std::string> failure = RunSeed(seed, &totals);
     ASSERT_FALSE(failure) << *failure;
   }
   // Every kind of end was reached; otherwise the schedules have become too tame to prove anything.
-  EXPECT_GT(totals.works, 10'000);
-  EXPECT_GT(totals.skipped, 1'000);
-  EXPECT_GT(totals.refused, 1'000);
-  EXPECT_GT(totals.aborted, 1'000);
-  EXPECT_GT(totals.joins, 1'000);
-  EXPECT_GT(totals.reports, 1'000);
-  EXPECT_GT(totals.retired, 100);
-  EXPECT_GT(totals.known, 100);
+  EXPECT_GT(totals.works, 20 * kSeedsPerTest);
+  EXPECT_GT(totals.skipped, 2 * kSeedsPerTest);
+  EXPECT_GT(totals.refused, 2 * kSeedsPerTest);
+  EXPECT_GT(totals.aborted, 2 * kSeedsPerTest);
+  EXPECT_GT(totals.joins, 2 * kSeedsPerTest);
+  EXPECT_GT(totals.reports, 2 * kSeedsPerTest);
+  EXPECT_GT(totals.retired, kSeedsPerTest / 5);
+  EXPECT_GT(totals.known, kSeedsPerTest / 5);
 }
 
-INSTANTIATE_TEST_SUITE_P(FiveHundred, Schedules, testing::Values(0, 1, 2));
+INSTANTIATE_TEST_SUITE_P(Hundreds, Schedules, testing::Values(0, 1, 2));
 
 void PlayThousandWithFaults(uint64_t first) {
   Totals totals;
