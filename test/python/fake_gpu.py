@@ -219,6 +219,13 @@ def reading(gpu_of: Callable[[torch.Tensor], FakeGpu | None]) -> Iterator[None]:
             _core.use_library(torch.Tensor, torch_library.TORCH)
 
 
+def late(gpu: FakeGpu, values: torch.Tensor) -> torch.Tensor:
+    """A tensor of zeros that its stream fills after a while."""
+    tensor = torch.zeros_like(values)
+    gpu.write(tensor, values)
+    return tensor
+
+
 def pose(shared: bool) -> Iterator[FakeGpus]:
     """All torch tensors of ranks pose as tensors on fake GPUs, in jobs started from now on."""
     gpus = FakeGpus(shared)

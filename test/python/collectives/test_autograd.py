@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import farandole.torch as fl
+from models import Halved
 from ranks import run_threads
 
 SIZE = 3
@@ -174,18 +175,6 @@ def test_of_complex_tensors_it_is_complex():
         of_three,
     )
     check(gradients_of(exchange, of_three), alone)
-
-
-class Halved:
-    """A compression class of a user's own."""
-
-    @staticmethod
-    def compress(tensor):
-        return tensor / 2, 2
-
-    @staticmethod
-    def decompress(tensor, context):
-        return tensor * context
 
 
 def test_a_gradient_passes_a_users_compression():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import farandole.torch as fl
-from fake_gpu import NCCL, FakeGpu, needs_fake_gpu, pose
+from fake_gpu import NCCL, FakeGpu, late, needs_fake_gpu, pose
 from farandole import basics
 from ranks import run_threads
 
@@ -17,13 +17,6 @@ pytestmark = needs_fake_gpu
 @pytest.fixture(params=[False, True], ids=["own GPUs", "one GPU"])
 def gpus(request):
     yield from pose(shared=request.param)
-
-
-def late(gpu, values):
-    """A tensor of zeros that its stream fills after a while."""
-    tensor = torch.zeros_like(values)
-    gpu.write(tensor, values)
-    return tensor
 
 
 def test_what_a_late_producer_writes_is_in_the_sum(gpus):

@@ -7,7 +7,7 @@ import torch
 
 import farandole
 import farandole.torch as fl
-from fake_gpu import needs_fake_gpu, pose, reading
+from fake_gpu import late, needs_fake_gpu, pose, reading
 from farandole import basics
 from ranks import run_threads
 
@@ -17,13 +17,6 @@ pytestmark = needs_fake_gpu
 @pytest.fixture(params=[False, True], ids=["own GPUs", "one GPU"])
 def gpus(request):
     yield from pose(shared=request.param)
-
-
-def late(gpu, values):
-    """A tensor of zeros that its stream fills after a while."""
-    tensor = torch.zeros_like(values)
-    gpu.write(tensor, values)
-    return tensor
 
 
 def test_reducescatter_of_what_a_late_producer_writes(gpus):

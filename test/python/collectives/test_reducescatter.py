@@ -6,6 +6,7 @@ import torch
 
 import farandole as fl
 import farandole.torch as flt
+from models import Halved
 from ranks import run_threads
 
 NUMBERS = "uint8 int8 int16 int32 int64 float16 float32 float64".split()
@@ -70,18 +71,6 @@ def test_strided_inputs_are_taken_by_value_and_left_alone():
         assert fl.reducescatter(columns, op=fl.Sum).tolist() == [[[2, 4]], [[8, 10]]][rank]
 
     run_threads(2, body)
-
-
-class Halved:
-    """A compression class of a user's own."""
-
-    @staticmethod
-    def compress(tensor):
-        return tensor / 2, 2
-
-    @staticmethod
-    def decompress(tensor, context):
-        return tensor * context
 
 
 def test_compression_rounds_to_the_wire_or_calls_the_users_class():

@@ -6,20 +6,8 @@ import torch
 import farandole.torch as fl
 from farandole.torch.compression import native_wire
 from jobs import on_all, on_several
-from models import OPTIMIZERS, Branched, parameter, train_alone, train_rank
+from models import OPTIMIZERS, Branched, Halved, parameter, train_alone, train_rank
 from ranks import run_threads
-
-
-class Halved:
-    """Sends x / 2 as float64; keeps the dtype as context."""
-
-    @staticmethod
-    def compress(tensor):
-        return tensor.double() / 2, tensor.dtype
-
-    @staticmethod
-    def decompress(tensor, ctx):
-        return (tensor * 2).to(ctx)
 
 
 class FirstColumn:
