@@ -51,3 +51,12 @@ def _mpirun_is_for_marked_tests(request: pytest.FixtureRequest) -> None:
         folder = request.getfixturevalue("_folder_without_mpirun")
         monkeypatch = request.getfixturevalue("monkeypatch")
         monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is as one that no launcher has started."""
+    for name in list(os.environ):
+        if name.startswith(("OMPI_COMM", "PMIX_", "FARANDOLE_RANK")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")

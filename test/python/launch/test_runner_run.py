@@ -11,20 +11,12 @@ import pytest
 from farandole.runner import run
 from farandole.runner.mpirun import UsageError
 
-pytestmark = [pytest.mark.mpi, pytest.mark.once]
+pytestmark = [pytest.mark.mpi, pytest.mark.once, pytest.mark.usefixtures("no_launcher")]
 
 # Of horovod.run, in their order.
 PARAMETERS = """func args kwargs num_proc min_num_proc max_num_proc slots reset_limit cooldown_range hosts hostfile
 host_discovery_script start_timeout ssh_port ssh_identity_file disable_cache output_filename verbose use_gloo
 use_mpi mpi_args network_interface network_interfaces executable np min_np max_np""".split()
-
-
-@pytest.fixture(autouse=True)
-def clean(monkeypatch):
-    for name in list(os.environ):
-        if name.startswith(("OMPI_COMM", "PMIX_", "FARANDOLE_RANK")):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 def total(*numbers, scale=1):

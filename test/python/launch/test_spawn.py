@@ -8,15 +8,7 @@ import pytest
 
 import farandole
 
-pytestmark = [pytest.mark.mpi, pytest.mark.once]
-
-
-@pytest.fixture(autouse=True)
-def clean(monkeypatch):
-    for name in list(os.environ):
-        if name.startswith(("OMPI_COMM", "PMIX_", "FARANDOLE_RANK")):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+pytestmark = [pytest.mark.mpi, pytest.mark.once, pytest.mark.usefixtures("no_launcher")]
 
 
 def total(rank, queue, scale):
