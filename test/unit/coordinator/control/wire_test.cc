@@ -285,6 +285,17 @@ TEST(Wire, ReadsAnswersAsTheyWereWritten) {
   EXPECT_EQ(up.answers, SomeAnswers().answers);
 }
 
+TEST(Wire, ReadsStallsAsTheyWereWritten) {
+  UpMessage stall;
+  stall.type = UpType::kStall;
+  stall.number = 41;
+  stall.key = {5, OpKind::kBroadcast, "bias"};
+  const UpMessage up = Read(stall).up;
+  EXPECT_EQ(up.type, UpType::kStall);
+  EXPECT_EQ(up.number, 41);
+  EXPECT_EQ(up.key, stall.key);
+}
+
 TEST(Wire, ReadsLeavesWithAndWithoutAReason) {
   UpMessage leave;
   leave.type = UpType::kLeave;
