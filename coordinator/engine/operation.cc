@@ -21,11 +21,15 @@ bool ExpectsEqualRows(const Operation& operation, size_t t) {
   return AreEqual(OfTensor(operation.splits, t, ranks));
 }
 
+std::string UnnamedPrefix(OpKind kind) { return std::string(Name(kind)) + ".noname."; }
+
 }  // namespace
 
 std::string UnnamedName(OpKind kind, uint64_t slot) {
-  return std::string(Name(kind)) + ".noname." + std::to_string(slot);
+  return UnnamedPrefix(kind) + std::to_string(slot);
 }
+
+bool IsUnnamed(const KeyName& name) { return name.name.starts_with(UnnamedPrefix(name.kind)); }
 
 bool Overlap(const void* a, int64_t a_bytes, const void* b, int64_t b_bytes) {
   // As numbers: C++ does not order pointers into different objects.

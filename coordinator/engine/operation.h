@@ -45,6 +45,7 @@ using Residuals = std::vector<std::unique_ptr<float, FreeMemory>>;
 
 /// What an operation without a name is called: the n-th call of a kind takes slot n mod the slots.
 std::string UnnamedName(OpKind kind, uint64_t slot);
+bool IsUnnamed(const KeyName& name);
 
 /// Holds its own queue node, so that a start neither allocates nor hashes.
 ///

@@ -200,8 +200,8 @@ Result<Residuals> OperationRegistry::ResidualsFor(const KeyName& name,
   Residuals residuals;
   const ProcessSetInfo& set = sets_.at(name.set);
   const size_t number = set.planes.empty() ? 0 : set.planes.front();  // of DeviceKind::kCpu
-  const bool is_unnamed = name.name.starts_with(std::string(Name(name.kind)) + ".noname.");
-  if (is_unnamed || number >= planes_.size() || !planes_[number]->quantizes()) return residuals;
+  if (number >= planes_.size() || !planes_[number]->quantizes() || IsUnnamed(name))
+    return residuals;
   Collective collective = signature;
   collective.kind = name.kind;
   for (const TensorSignature& tensor : signature.tensors) {

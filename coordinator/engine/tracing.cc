@@ -38,8 +38,7 @@ SpanName SpanNames(OpKind kind) {
 /// As Horovod names a tensor: "allreduce.weight". Unnamed ones ("allreduce.noname.1") are so
 /// already.
 std::string TrackName(const KeyName& key) {
-  const std::string kind = std::string(Name(key.kind)) + ".";
-  return key.name.starts_with(kind + "noname.") ? key.name : kind + key.name;
+  return IsUnnamed(key) ? key.name : std::string(Name(key.kind)) + "." + key.name;
 }
 
 }  // namespace

@@ -302,8 +302,9 @@ class GradientReducer:
         yield
         self.gradients.wait()
         self.gradients.receive(_compat.increment_versions, _compat.swaps_parameters())
-        low_rank = [slot for i, slot in self._low_rank.items() if not self.gradients.skipped(i)]
-        yield from LowRankExchange(self.rank, self.prefix, low_rank, self.settings).stages()
+        if self._low_rank:
+            low_rank = [slot for i, slot in self._low_rank.items() if not self.gradients.skipped(i)]
+            yield from LowRankExchange(self.rank, self.prefix, low_rank, self.settings).stages()
         if self.gradients.flag:
             sparse = SparseExchange(self.rank, self.prefix, self.gradients, self.settings)
             yield from sparse.stages(self._default_device)
