@@ -7,6 +7,7 @@ import re
 import select
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -415,6 +416,73 @@ def test_a_host_that_is_lost_ends_the_job(tmp_path):
     done = launch("-H", "localhost:1,far:1", "sh", "-c", script, **agent(tmp_path, ELSEWHERE))
     assert done.returncode == 1
     assert "farandolerun: rank 1 was lost first: " in done.stderr
+
+
+NESTED = "[" * 100_000
+
+
+@pytest.mark.parametrize("said", [
+    "{", NESTED, "[]", '{"text": 1, "is_consequence": false}', '{"text": ""}', "\\377",
+    '{"text": "", "is_consequence": true, "facts": [1]}',
+    '{"text": "", "is_consequence": true, "facts": {"failed_ranks": ["a"], "last_age_s": "long"}}',
+], ids=lambda said: said[:20])  # fmt: skip
+def test_a_report_that_cannot_be_read_is_dropped_with_one_line(said):
+    """What counts is then how the rank ended."""
+    report = "printf '%b\\n' \"$SAID\" >$_FARANDOLE_REPORT"
+    script = f"[ {RANK} = 1 ] || exec sleep 60; {report}; {report}; exit 3"
+    done = launch("-np", 2, "sh", "-c", script, SAID=said)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 3 and len(lines) == 2, done.stderr
+    host = socket.gethostname()
+    assert lines[0].startswith(f"farandolerun: a message from host {host} cannot be read and is dropped: ")
+    assert lines[1] == "farandolerun: rank 1 failed first, with exit code 3"
+
+
+def test_facts_of_a_report_may_be_missing_or_unknown():
+    facts = '{"failed_ranks": [0], "last": "x", "last_age_s": null, "unknown": []}'
+    report = f'{{"text": "", "is_consequence": true, "facts": {facts}}}'
+    script = f"[ {RANK} = 1 ] && echo '{report}' >$_FARANDOLE_REPORT; exit {RANK}"
+    done = launch("-np", 2, "sh", "-c", script)
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "cannot be read" not in done.stderr, done.stderr
+
+
+SUPERVISOR_THAT_SAYS = """
+import sys
+from farandole.runner import supervisor
+channel = supervisor.Channel(sys.stdin.buffer, sys.stdout.buffer)
+channel.receive()
+channel.send(supervisor.HELLO, {payload!r})
+channel.receive()
+"""
+
+
+@pytest.mark.parametrize("payload", [
+    b"", b"\xff", b"[]", NESTED.encode(), b'{"version": 1, "host": "far", "token": "t", "id": 1}',
+    b'{"version": 2, "host": "far", "id": 7}', b'{"version": 2, "host": "far", "id": []}',
+    b'{"version": 2, "host": [], "id": 1}',
+], ids=lambda payload: payload.decode(errors="replace")[:40])  # fmt: skip
+def test_a_supervisor_that_cannot_be_read_is_one_line_with_its_host(tmp_path, payload):
+    (tmp_path / "says.py").write_text(SUPERVISOR_THAT_SAYS.format(payload=payload))
+    says = agent(tmp_path, shlex.join([PYTHON, str(tmp_path / "says.py")]))
+    done = launch("-H", "localhost:1,far:1", "sleep", "600", **says)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 1 and len(lines) == 2, done.stderr
+    assert lines[0].startswith("farandolerun: a message from host far cannot be read and is dropped: it ")
+    assert lines[1] == f"farandolerun: far could not be started: {tmp_path}/agent ended with exit code 0"
+
+
+@pytest.mark.parametrize("hosts", [[], ["-H", "localhost:1,far:1"]])
+def test_a_working_directory_that_was_removed_is_one_line(tmp_path, hosts):
+    run = "import os, sys; os.rmdir(os.getcwd()); from farandole.runner.cli import main; sys.exit(main(sys.argv[1:]))"
+    (tmp_path / "gone").mkdir()
+    done = subprocess.run(
+        [PYTHON, "-c", run, "-np", "2", *hosts, "echo", "it runs"], cwd=tmp_path / "gone",
+        env=CLEAN | agent(tmp_path, f"cd {tmp_path}\n{ELSEWHERE}"), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    message = f"the working directory on {socket.gethostname()} cannot be read: No such file or directory"
+    assert lines_of(done.stdout) == ["[0] it runs", "[1] it runs"], done.stderr
+    own = [line for line in done.stderr.splitlines() if line.startswith("farandolerun: ")]  # and what sh says of it
+    assert own == [f"farandolerun: {message}"] and done.returncode == 0
 
 
 def test_the_key_is_in_no_command_line_and_no_environment_of_any_process(tmp_path):

@@ -12,6 +12,7 @@ import pytest
 from farandole.runner import mpirun
 from farandole.runner.mpirun import UsageError
 from ranks import THIS_DIR
+from strangers import Strangers
 from test_launch import CLEAN, PRELUDE, PYTHON, RANK, launch, lines_of, start
 
 pytestmark = pytest.mark.mpi
@@ -260,6 +261,42 @@ def test_ranks_that_do_not_start_are_named_in_time(tmp_path):
     assert done.returncode == 1
     message = "2 of 2 ranks did not start within 1 s (--start-timeout): 0, 1"
     assert message in done.stderr, done.stderr
+
+
+def port_of(process):
+    """Where the launcher listens for supervisors."""
+    files = [os.readlink(file) for file in pathlib.Path(f"/proc/{process.pid}/fd").iterdir()]
+    for table in ("tcp", "tcp6"):
+        for line in pathlib.Path(f"/proc/{process.pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in files:
+                return int(local.rpartition(":")[2], 16)
+    return None
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_strangers_at_the_launchers_port_delay_neither_start_nor_end(tmp_path, comes):
+    """They are there before the ranks are, and stay for as long as they are let."""
+    (tmp_path / "wait").touch()
+    wait = f"while [ -e {tmp_path}/wait ]; do sleep 0.1; done"
+    agent = remote_shell(tmp_path, f'{wait}; shift; exec sh -c "$*"')
+    timeout_s = 60 if comes else 5
+    job = start("-H", "far:2", "--start-timeout", timeout_s, "--mpi-args", agent, "sh", "-c", f"echo {RANK}")
+    try:
+        while (port := port_of(job)) is None:
+            assert job.poll() is None
+        with Strangers(f"127.0.0.1:{port}", 400) as strangers:
+            if comes:
+                strangers.wait_for(200)
+                (tmp_path / "wait").unlink()
+            out, err = job.communicate(timeout=60)
+            strangers.wait_until_all_are_dropped()
+    finally:
+        job.kill()
+    assert (lines_of(out), job.returncode) == ((["[0] 0", "[1] 1"], 0) if comes else ([], 1)), err
+    if not comes:
+        said = next(line for line in err.splitlines() if "2 of 2 ranks did not start within 5 s" in line)
+        assert "; connections refused: 127.0.0.1:" in said
 
 
 @pytest.mark.parametrize(("network", "lost"), [("--gloo", 0), ("--mpi", 1)])

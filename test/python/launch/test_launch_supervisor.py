@@ -1,7 +1,9 @@
 """The rank's end of a launch, against a made-up launcher; and the launcher's end of that connection."""
 
+import contextlib
 import json
 import os
+import queue
 import select
 import signal
 import socket
@@ -11,8 +13,9 @@ import threading
 
 import pytest
 
-from farandole.runner import cli, job, supervisor
+from farandole.runner import acceptor, cli, job, supervisor
 from farandole.runner.output import Writer
+from strangers import Strangers, hello
 
 pytestmark = pytest.mark.once
 
@@ -23,23 +26,41 @@ CLEAN = {
 }  # fmt: skip
 
 
+class Port:
+    """An acceptor at the loopback, and the connections that it has taken."""
+
+    def __init__(self, token):
+        listener = supervisor.open_listener("127.0.0.1")
+        self.address = supervisor.join_address(*listener.getsockname())
+        self.taken = queue.SimpleQueue()
+        self.acceptor = acceptor.Acceptor(listener, token, self.taken.put)
+
+
+@contextlib.contextmanager
+def open_port(token="t"):
+    port = Port(token)
+    yield port
+    port.acceptor.close()
+
+
+def start_for_mpirun(address, *program, runs_function=False, version=supervisor.PROTOCOL, how=None, **variables):
+    said = {
+        "version": version, "token": "t", "addresses": [address], "machine": supervisor.machine(),
+        "runs_function": runs_function, "tmpdirs": ["/of/mpirun", "/of/the/ranks"],
+    }  # fmt: skip
+    environment = CLEAN | variables | {supervisor.VARIABLE: json.dumps(said)}
+    command = [sys.executable, "-I", "-S", FILE, *program]
+    return subprocess.Popen(command, env=environment, start_new_session=True, **(how or {}))
+
+
 class FakeLauncher:
     """Listens, starts one supervisor, and reads its messages one by one."""
 
     def __init__(self, *program, runs_function=False, rank=5, **variables):
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
-            said = {
-                "token": "t", "addresses": [f"127.0.0.1:{port}"], "runs_function": runs_function,
-                "tmpdirs": ["/of/mpirun", "/of/the/ranks"],
-            }  # fmt: skip
-            environment = CLEAN | variables | {
-                supervisor.VARIABLE: json.dumps(said), "OMPI_COMM_WORLD_RANK": str(rank),
-            }  # fmt: skip
-            command = [sys.executable, "-I", "-S", FILE, *program]
-            self.process = subprocess.Popen(command, env=environment, start_new_session=True)
-            listener.settimeout(30)
-            self.channel = supervisor.Channel.over(listener.accept()[0])
+        with open_port() as port:
+            variables |= {"OMPI_COMM_WORLD_RANK": str(rank)}
+            self.process = start_for_mpirun(port.address, *program, runs_function=runs_function, **variables)
+            self.channel = supervisor.Channel.over(port.taken.get(timeout=30))
         self.rank = rank
 
     def send(self, kind, payload=b""):
@@ -81,7 +102,7 @@ def test_a_rank_says_who_it_is_what_it_wrote_and_how_it_ended(start):
     launcher = start("sh", "-c", "echo out; echo err >&2; exit 3")
     kind, hello = launcher.message()
     assert (kind, json.loads(hello)) == (
-        supervisor.HELLO, {"token": "t", "rank": 5, "host": socket.gethostname(), "threads": ""},
+        supervisor.HELLO, {"version": supervisor.PROTOCOL, "rank": 5, "host": socket.gethostname(), "threads": ""},
     )  # fmt: skip
     assert launcher.until_exit() == (b"out\n", b"err\n", 3)
 
@@ -151,17 +172,59 @@ def test_without_a_launcher_it_becomes_the_program():
     assert (done.returncode, done.stdout) == (6, b"itself\n")
 
 
+def until_it_gives_up(address, **said):
+    how = {"stderr": subprocess.PIPE, "text": True}
+    process = start_for_mpirun(address, "echo", "it runs", how=how, OMPI_COMM_WORLD_RANK="0", **said)
+    try:
+        return process.communicate(timeout=60)[1], process.returncode
+    finally:
+        process.kill()
+
+
 def test_a_launcher_that_cannot_be_reached_is_reported_with_the_reason():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    said = {"token": "t", "addresses": [f"127.0.0.1:{port}"], "runs_function": False, "tmpdirs": [None] * 2}
-    environment = os.environ | {supervisor.VARIABLE: json.dumps(said), "OMPI_COMM_WORLD_RANK": "0"}
+    with open_port() as port:
+        pass
+    err, code = until_it_gives_up(port.address)
+    assert code == 1 and f"cannot reach the launcher at {port.address}: " in err
+
+
+def test_a_program_at_the_launchers_address_that_does_not_know_the_token_is_told_nothing():
+    """Neither runs the rank's program, nor does the supervisor send more than 32 random bytes."""
+    heard = []
+
+    def answer(listener):
+        connection, _ = listener.accept()
+        with connection:
+            heard.append(connection.recv(4096))
+            connection.sendall(os.urandom(2 * supervisor.PROOF_BYTES))
+            heard.append(connection.recv(4096))
+
+    with supervisor.open_listener("127.0.0.1") as listener:
+        thread = threading.Thread(target=answer, args=[listener])
+        thread.start()
+        address = supervisor.join_address(*listener.getsockname())
+        err, code = until_it_gives_up(address)
+        thread.join()
+    assert code == 1 and err.endswith(f"{address}: what listens there does not know the token of this job\n")
+    assert [len(one) for one in heard] == [supervisor.PROOF_BYTES, 0]
+
+
+def test_a_launcher_of_another_version_is_one_message():
+    message = f"farandolerun: {socket.gethostname()} has another version of Farandole than the launcher\n"
+    assert until_it_gives_up("127.0.0.1:1", version=1) == (message, 1)
+    connect = json.dumps({"key": "ab" * 32, "token": "t", "id": 7, "addresses": []}).encode()  # of version 1
     done = subprocess.run(
-        [sys.executable, "-I", "-S", FILE, "true"],
-        env=environment, capture_output=True, text=True, check=False, timeout=30,
+        [sys.executable, "-I", "-S", FILE], input=message_of(supervisor.CONNECT, connect), env=CLEAN,
+        capture_output=True, check=False, timeout=30,
     )  # fmt: skip
-    assert done.returncode == 1
-    assert f"cannot reach the launcher at 127.0.0.1:{port}: " in done.stderr
+    assert (done.stdout, done.stderr.decode(), done.returncode) == (b"", message, 1)
+
+
+def test_own_addresses_are_left_out_on_other_machines():
+    addresses = ["127.0.0.1:1", "[::1]:1", "192.0.2.1:1"]
+    assert supervisor.leave_out_own(addresses, "another") == addresses[2:]
+    assert supervisor.leave_out_own(addresses, supervisor.machine()) == addresses
+    assert supervisor.leave_out_own(addresses[:1], "another") == addresses[:1]  # all there is
 
 
 @pytest.mark.parametrize(
@@ -277,7 +340,7 @@ class FakeHost:
                 [sys.executable, "-I", "-S", FILE], env=CLEAN, stdin=theirs, stdout=theirs, start_new_session=True
             )
         self.channel = supervisor.Channel.over(ours)
-        self.send(supervisor.CONNECT, {"key": "ab" * 32, "token": "t", "id": 7, "addresses": []})
+        self.send(supervisor.CONNECT, {"version": supervisor.PROTOCOL, "key": "ab" * 32, "id": 7, "addresses": []})
         self.hello = json.loads(self.channel.receive().payload)
         self.send(supervisor.START, {
             "ranks": ranks, "size": size, "command": command, "folder": "/", "environment": None,
@@ -322,23 +385,30 @@ def test_the_supervisor_of_a_host_runs_its_ranks_with_their_numbers_and_the_key(
     numbers = "$FARANDOLE_RANK $FARANDOLE_SIZE $FARANDOLE_LOCAL_RANK $FARANDOLE_LOCAL_SIZE $FARANDOLE_ADDRESS"
     key = "$(od -An -tx1 -w32 /proc/self/fd/$FARANDOLE_KEY_FD | tr -d ' ')"
     host = start_host("sh", "-c", f"echo {numbers} $PWD {key}; exit $FARANDOLE_LOCAL_RANK")
-    assert (host.hello["token"], host.hello["id"], host.ready["address"]) == ("t", 7, "a:1")
+    assert (host.hello["id"], host.ready["address"]) == (7, "a:1")
     texts, codes = host.until_the_end()
     assert texts == {
         rank: f"{rank} 4 {rank - 2} 2 a:1 / {'ab' * 32}\n".encode() for rank in (2, 3)
     } and codes == {2: 0, 3: 1}
 
 
-def test_the_host_of_rank_0_listens_before_the_program_runs(start_host):
-    script = """
+@pytest.mark.parametrize(("listen", "said", "reached"), [
+    ("127.0.0.1", "127.0.0.1", ["127.0.0.1"]),
+    ("", "far-a", ["127.0.0.1", "::1"]),  # the other hosts may know either address by that name
+    ("", "fd00::1", ["::1"]),
+])  # fmt: skip
+def test_the_host_of_rank_0_listens_before_the_program_runs(start_host, listen, said, reached):
+    script = f"""
 import os, socket
 listener = socket.socket(fileno=int(os.environ["FARANDOLE_LISTEN_FD"]))
-client = socket.create_connection(listener.getsockname())
-print(os.environ["FARANDOLE_ADDRESS"], listener.accept()[1] == client.getsockname())
+clients = [socket.create_connection((host, listener.getsockname()[1])) for host in {reached}]
+print(os.environ["FARANDOLE_ADDRESS"], *[listener.accept()[1][1] == one.getsockname()[1] for one in clients])
 """
-    host = start_host(sys.executable, "-c", script, ranks=[0], listen="127.0.0.1", address="127.0.0.1")
+    host = start_host(sys.executable, "-c", script, ranks=[0], listen=listen, address=said)
     texts, codes = host.until_the_end()
-    assert texts == {0: f"{host.ready['address']} True\n".encode()} and codes == {0: 0}
+    words = [host.ready["address"]] + ["True"] * len(reached)
+    assert texts == {0: f"{' '.join(words)}\n".encode()} and codes == {0: 0}
+    assert supervisor.split_address(host.ready["address"])[0] == said
 
 
 def test_the_key_is_in_no_environment_and_no_command_line(start_host):
@@ -397,18 +467,14 @@ def pair():
         yield supervisor.Channel.over(mine), theirs
 
 
-def message(kind, payload):
+def message_of(kind, payload):
     return supervisor.HEADER.pack(kind, 3, 0.0, len(payload)) + payload
-
-
-def hello(token="secret"):
-    payload = json.dumps({"token": token, "rank": 3, "host": "h", "threads": ""}).encode()
-    return message(supervisor.HELLO, payload)
 
 
 def test_messages_come_out_whole_however_they_are_split(pair):
     channel, theirs = pair
-    data = hello() + message(supervisor.OUT, b"abc") + message(supervisor.EXIT, b"{}")
+    sent = [(supervisor.HELLO, b"{}"), (supervisor.OUT, b"abc"), (supervisor.EXIT, b"")]
+    data = b"".join(message_of(*one) for one in sent)
 
     def send():
         for byte in data:
@@ -416,31 +482,75 @@ def test_messages_come_out_whole_however_they_are_split(pair):
         theirs.close()
 
     threading.Thread(target=send).start()
-    assert job.is_ours(channel.receive(), "secret")
-    found = [channel.receive(), channel.receive()]
-    assert [(one.kind, one.payload, one.rank) for one in found] == [
-        (supervisor.OUT, b"abc", 3), (supervisor.EXIT, b"{}", 3),
-    ]  # fmt: skip
+    found = [channel.receive() for _ in sent]
+    assert [(one.kind, one.payload, one.rank) for one in found] == [(*one, 3) for one in sent]
     assert channel.receive() is None
 
 
-@pytest.mark.parametrize("said", [
-    hello(token="guess"),
-    message(supervisor.OUT, b"x"),
-    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-    message(supervisor.HELLO, b"[]"),
-])  # fmt: skip
-def test_a_stranger_is_dropped(pair, said):
-    channel, theirs = pair
-    theirs.send(said)
-    theirs.close()
-    assert not job.is_ours(channel.receive(), "secret")
+@pytest.mark.parametrize(("said", "why"), [
+    (b"", "closed the connection before it had proven"),
+    (hello()[:20], "closed the connection before it had proven"),
+    (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "does not speak as a supervisor of this version"),
+    (message_of(supervisor.HELLO, b'{"token": "t"}'), "does not speak as a supervisor of this version"),
+    (hello() + b"x" * (1 << 20), "does not know the token of this job"),
+], ids=["nothing", "half", "a browser", "version 1", "too much"])  # fmt: skip
+def test_a_stranger_is_dropped_and_the_reason_kept(said, why):
+    with open_port() as port:
+        with socket.create_connection(supervisor.split_address(port.address)) as stranger:
+            where = supervisor.join_address(*stranger.getsockname())
+            with contextlib.suppress(OSError):  # dropped before all is sent
+                stranger.sendall(said)
+                stranger.shutdown(socket.SHUT_WR)
+            heard = b""
+            with contextlib.suppress(OSError):
+                while more := stranger.recv(4096):
+                    heard += more
+        assert len(heard) in (0, 2 * supervisor.PROOF_BYTES)
+        supervisor.connect([port.address], "t").close()
+        port.taken.get(timeout=30).close()
+        assert port.acceptor.refused.startswith(f"{where} {why}") and port.taken.empty()
+
+
+def test_who_knows_another_token_gets_in_nowhere():
+    with open_port() as port, pytest.raises(OSError, match="does not know the token of this job"):
+        supervisor.connect([port.address], "guess")
+    assert port.taken.empty()
+
+
+def test_strangers_keep_no_supervisor_out_and_cost_no_threads():
+    """Ten times as many as may wait: silent ones, slow ones, such that send too much, or a wrong proof."""
+    with open_port() as port, Strangers(port.address, 640) as strangers:
+        strangers.wait_for(640)
+        threads = threading.active_count()
+        for _ in range(8):
+            supervisor.connect([port.address], "t").close()
+            port.taken.get(timeout=30).close()
+        assert threading.active_count() == threads and port.taken.empty()
+        port.acceptor.close()
+        strangers.wait_until_all_are_dropped()
 
 
 def test_supervisors_of_this_machine_connect_over_the_loopback_only():
     options = cli.parse(["-np", "2", "true"])
     for is_here in (True, False):
         one = job.Job(options, Writer(None, None))
-        addresses = one.open_listener(is_here)
-        one._is_over = True
-        assert [address.startswith("127.0.0.1:") for address in addresses] == [is_here] * len(addresses)
+        addresses = one.open_listener(is_here)["addresses"]
+        one._acceptor.close()
+        hosts = {supervisor.split_address(address)[0] for address in addresses}
+        assert hosts == ({"127.0.0.1"} if is_here else set(job.find_addresses()) or {"127.0.0.1"})
+
+
+def test_addresses_of_a_host_are_those_of_its_interfaces_and_networks(tmp_path, monkeypatch):
+    table = tmp_path / "if_inet6"
+    rows = [
+        ("1", "10 80 lo"), ("fe80" + "1".zfill(28), "20 80 eth0"), ("fd00" + "2".zfill(28), "00 82 eth0"),
+        ("fd00" + "3".zfill(28), "00 c0 eth0"), ("fd01" + "4".zfill(28), "00 00 eth1"),
+    ]  # fmt: skip
+    table.write_text("".join(f"{digits:0>32} 02 40 {rest}\n" for digits, rest in rows))
+    monkeypatch.setattr(job, "_IPV6_ADDRESSES", str(table))
+
+    def found(names=""):
+        return [address for address in job.find_addresses(names) if ":" in address]
+
+    assert found() == ["fd00::2", "fd01::4"]
+    assert found("eth1,eth2") == found("fd01::/16") == ["fd01::4"] and job.find_addresses("127.0.0.0/8,no/where") == []

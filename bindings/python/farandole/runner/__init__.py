@@ -5,6 +5,7 @@
 ``api.py``         ``run(function, np=N)``
 ``mpirun.py``      which mpirun, which libmpi belongs to it, its command line
 ``job.py``         one job: the ranks' messages, input, signals, the end
+``acceptor.py``    its port for supervisors of other hosts and of mpirun's
 ``supervisor.py``  the rank's end of a connection: runs the program; imports nothing of ours
 ``output.py``      lines with their rank, and which rank failed first
 =================  ===========================================================================

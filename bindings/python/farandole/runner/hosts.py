@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from farandole.runner import supervisor
-from farandole.runner.job import Job, find_addresses
+from farandole.runner.job import Job, Malformed, find_addresses
 from farandole.runner.options import Host, Options, UsageError, is_this_host, travelling
 from farandole.runner.output import Writer
 from farandole.runner.supervisor import Channel
@@ -117,16 +117,20 @@ class HostsJob(Job):
     ) -> None:  # fmt: skip
         super().__init__(options, writer, function)
         self._hosts, self._environment = hosts, environment
+        self._folder = ""  # where the ranks start, if they can; empty: where their supervisor does
         self._key = secrets.token_hex(32)
         self._address = ""  # of rank 0, once its host has said it
-        self._channels: dict[int, Channel] = {}  # number of a host -> its supervisor's
-        self._names: dict[int, str] = {}  # that the hosts have for themselves
+        self._supervisors: dict[int, Channel] = {}  # by the number of the host
         self._listeners: dict[int, threading.Thread] = {}
         self._is_killing = False
 
     def start(self, stack: contextlib.ExitStack) -> None:
+        try:
+            self._folder = os.getcwd()
+        except OSError as error:
+            self.writer.say(f"the working directory on {socket.gethostname()} cannot be read: {error.strerror}")
         # What srun does with its tasks' output is not made for binary messages.
-        addresses = self.open_listener(False) if self.options.is_slurm else []
+        listening = self.open_listener(False) if self.options.is_slurm else {"addresses": []}
         for number, host in enumerate(self._hosts):
             ours, theirs = socket.socketpair()
             with theirs:
@@ -134,22 +138,25 @@ class HostsJob(Job):
                 if host.command[0] == "srun":
                     environment = {n: v for n, v in environment.items() if not _OF_THE_ALLOCATION.fullmatch(n)}
                 self.run_starter(host.name, host.command, environment, theirs.fileno(), theirs.fileno())
-            channel = Channel.over(ours)
-            said = {
-                "key": self._key, "token": self.token, "id": number,
-                "addresses": addresses if host.command[0] == "srun" else [],
-            }  # fmt: skip
+            channel = Channel.over(ours, host.name)
+            reached = listening if host.command[0] == "srun" else {"addresses": []}
+            said = {"version": supervisor.PROTOCOL, "key": self._key, "id": number} | reached
             channel.send(supervisor.CONNECT, json.dumps(said).encode())
             self._listeners[number] = self.listen(channel)
 
     def greeted(self, channel: Channel, hello: dict[str, Any]) -> None:
-        number = hello["id"]
+        number: Any = hello.get("id")
+        if number not in range(len(self._hosts)) or number in self._supervisors:
+            raise Malformed(f"it says number {number!r} of {len(self._hosts)} hosts")
         if self.is_stopping:
             channel.close()
             return
-        self._channels[number], self._names[number] = channel, hello["host"]
+        self._supervisors[number] = channel
         if number == 0 or self._address:
             self._start_ranks(number)
+
+    def has_all_supervisors(self) -> bool:
+        return len(self._supervisors) == len(self._hosts)
 
     def _start_ranks(self, number: int) -> None:
         host = self._hosts[number]
@@ -158,35 +165,38 @@ class HostsJob(Job):
         if number == 0:
             listen = "127.0.0.1" if all(one.is_here for one in self._hosts) else ""
         start = {
-            "ranks": [*host.ranks], "size": self.options.np, "command": self.options.command, "folder": os.getcwd(),
+            "ranks": [*host.ranks], "size": self.options.np, "command": self.options.command, "folder": self._folder,
             "environment": None if has_own else travelling(self._environment),
             "runs_function": self.function is not None, "listen": listen,
             "address": self._host_of_rank_0() if number == 0 else self._address,
         }  # fmt: skip
-        self._channels[number].send(supervisor.START, json.dumps(start).encode())
+        self._supervisors[number].send(supervisor.START, json.dumps(start).encode())
 
     def _host_of_rank_0(self) -> str:
         """By which name or address the ranks reach the first host."""
         others = [host.name for host in self._hosts if not host.is_here]
         if not self._hosts[0].is_here:  # where its supervisor connects from, if that does
-            return self._channels[0].peer_host or self._hosts[0].name
+            return self._supervisors[0].peer_host or self._hosts[0].name
         if not others:
             return "127.0.0.1"
         if names := self.options.network_interfaces:
             return next(iter(find_addresses(names)), socket.gethostname())
-        with contextlib.suppress(OSError):  # from where the system would send to another host
-            family, kind, _, _, address = socket.getaddrinfo(others[0], 9, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind) as probe:
-                probe.connect(address)
-                return str(probe.getsockname()[0])
+        with contextlib.suppress(OSError):
+            for family, kind, _, _, address in socket.getaddrinfo(others[0], 9, type=socket.SOCK_DGRAM):
+                # From where the system would send to another host.
+                with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                    probe.connect(address)
+                    return str(probe.getsockname()[0])
         return socket.gethostname()
 
     def ready(self, channel: Channel, said: dict[str, Any]) -> None:
-        number = next(number for number, one in self._channels.items() if one is channel)
-        self.add_ranks(self._hosts[number].ranks, channel, self._names[number], said["threads"])
+        number = next((number for number, one in self._supervisors.items() if one is channel), None)
+        if number is None:
+            raise Malformed("it has not said which host it is")
+        self.add_ranks(self._hosts[number].ranks, channel, channel.host, said["threads"])
         if number == 0:
             self._address = said["address"]
-            for other in self._channels:
+            for other in self._supervisors:
                 if other != 0:
                     self._start_ranks(other)
 
@@ -200,11 +210,11 @@ class HostsJob(Job):
 
     def signal_ranks(self, number: int) -> None:
         is_again, self._is_killing = self._is_killing, number == signal.SIGKILL
-        for channel in self._channels.values():
+        for channel in self._supervisors.values():
             channel.send(supervisor.SIGNAL, bytes([number]))
         for place, host in enumerate(self._hosts):
             starter = self.starters[host.name]
-            if starter.poll() is None and (place not in self._channels or is_again):
+            if starter.poll() is None and (place not in self._supervisors or is_again):
                 os.killpg(starter.pid, signal.SIGKILL)
 
     def describe_end(self, has_all: bool) -> tuple[int, str]:

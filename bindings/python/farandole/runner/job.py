@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hmac
 import io
+import ipaddress
 import json
 import math
 import os
@@ -21,9 +21,10 @@ import subprocess
 import threading
 import time
 from collections.abc import Sequence
-from typing import IO, Any, TypeGuard
+from typing import IO, Any
 
 from farandole.runner import supervisor
+from farandole.runner.acceptor import Acceptor
 from farandole.runner.options import Options
 from farandole.runner.output import FirstFailure, Line, LineSplitter, Writer
 from farandole.runner.supervisor import Channel, Message, start_thread
@@ -38,6 +39,44 @@ LINGER_S = 10.0  # for what started the ranks to end after the last one
 PROMPT_S = 0.2  # an unfinished line of a rank that reads a terminal is shown then
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SIOCGIFADDR = 0x8915
+_IPV6_ADDRESSES = "/proc/net/if_inet6"
+_GLOBAL, _UNUSABLE = "00", 0x48  # there: a scope, and the flags "tentative" and "duplicate"
+# What a rank knows of the failure that ends it, all of it optional: attributes of HorovodInternalError.
+_FACTS: dict[str, type | tuple[type, ...]] = {
+    "failed_ranks": list, "cause": str, "kind": str, "host": str, "pid": int, "last": str, "last_age_s": (int, float),
+}  # fmt: skip
+
+
+class Malformed(ValueError):
+    """A message that cannot be read; says why."""
+
+
+def read_json(payload: bytes, **kinds: type) -> dict[str, Any]:
+    """The JSON object of a message, which has values of these kinds by these names. Raises Malformed."""
+    try:
+        said = json.loads(payload)
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"it is not JSON: {error}") from None
+    if not isinstance(said, dict):
+        raise Malformed("it is no JSON object")
+    for name, kind in kinds.items():
+        if not isinstance(said.get(name), kind):
+            raise Malformed(f'it has no {kind.__name__} "{name}"')
+    return said
+
+
+def read_report(text: bytes) -> dict[str, Any]:
+    """The arguments of :meth:`FirstFailure.reported` in a rank's report. Raises Malformed."""
+    said = read_json(text, text=str, is_consequence=bool)
+    facts = said.get("facts") or {}
+    if not isinstance(facts, dict):
+        raise Malformed("its facts are no JSON object")
+    facts = {name: value for name, value in facts.items() if name in _FACTS and value is not None}
+    ranks = facts.get("failed_ranks", [])
+    wrong = [name for name, value in facts.items() if not isinstance(value, _FACTS[name])]
+    if wrong or not all(type(rank) is int for rank in ranks):
+        raise Malformed(f'its "{(wrong or ["failed_ranks"])[0]}" is of another kind')
+    return {"text": said["text"], "is_consequence": said["is_consequence"], "facts": facts}
 
 
 class Peer:
@@ -53,14 +92,32 @@ class Peer:
 
 
 def find_addresses(names: str = "") -> list[str]:
-    """This host's IPv4 addresses but the loopback's; of interfaces ``names`` ("eth0,eth1") if there are any."""
+    """This host's addresses but loopback and link-local ones, IPv4 first.
+
+    ``names``: of these interfaces ("eth0,eth1") or in these networks ("10.0.0.0/8") alone.
+    """
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for name in names.split(",") if names else [name for _, name in socket.if_nameindex()]:
+        for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has none
                 request = struct.pack("256s", name.encode()[:15])
-                found.append(socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]))
-    return [address for address in found if not address.startswith("127.")]
+                found.append((name, socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])))
+    with contextlib.suppress(OSError), open(_IPV6_ADDRESSES) as file:  # a kernel without IPv6 has no such file
+        for digits, _, _, scope, flags, name in map(str.split, file):
+            if scope == _GLOBAL and not int(flags, 16) & _UNUSABLE:
+                found.append((name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))))
+    wanted = [name for name in names.split(",") if name]
+    return [
+        address for interface, address in found
+        if not address.startswith("127.") and (not wanted or any(_is_of(interface, address, one) for one in wanted))
+    ]  # fmt: skip
+
+
+def _is_of(interface: str, address: str, wanted: str) -> bool:
+    """Whether an address is of an interface of that name, or in that network."""
+    with contextlib.suppress(ValueError):
+        return interface == wanted or ipaddress.ip_address(address) in ipaddress.ip_network(wanted, strict=False)
+    return False
 
 
 class Job:
@@ -90,6 +147,9 @@ class Job:
         self._threads: list[threading.Thread] = []
         self._readers: list[threading.Thread] = []  # of what starters say
         self._signals: list[int] = []  # that came and are not handled yet
+        self._acceptor: Acceptor | None = None
+        self._channels: list[Channel] = []
+        self._unreadable: set[str] = set()  # hosts of which something was dropped
         self._is_over = False
         self._shows_prompts = os.isatty(0) and function is None
         self._heard_s = 0.0  # when rank 0 wrote last, monotonic
@@ -104,7 +164,11 @@ class Job:
         raise NotImplementedError
 
     def greeted(self, channel: Channel, hello: dict[str, Any]) -> None:
-        """Takes the first message of a supervisor."""
+        """Takes the first message of a supervisor. Raises Malformed."""
+        raise NotImplementedError
+
+    def has_all_supervisors(self) -> bool:
+        """Whether no more of them will come."""
         raise NotImplementedError
 
     def ready(self, channel: Channel, said: dict[str, Any]) -> None:
@@ -128,13 +192,16 @@ class Job:
 
     # For them
 
-    def open_listener(self, only_this_host: bool) -> list[str]:
-        """Lets supervisors connect. Returns the addresses, such as "1.2.3.4:5678"."""
-        listener = socket.create_server(("127.0.0.1" if only_this_host else "", 0), backlog=min(self.options.np, 4096))
-        listener.settimeout(_TICK_S)
-        self._threads.append(start_thread(self._accept, listener))
+    def open_listener(self, only_this_host: bool) -> dict[str, Any]:
+        """Lets supervisors connect. Returns what they need for it, see :func:`supervisor.join_launcher`."""
+        listener = supervisor.open_listener("127.0.0.1" if only_this_host else "")
+        hosts = ([] if only_this_host else find_addresses()) or ["127.0.0.1"]
         port = listener.getsockname()[1]
-        return [f"{host}:{port}" for host in (["127.0.0.1"] if only_this_host else find_addresses())]
+        self._acceptor = Acceptor(listener, self.token, self._take_connection)
+        return {
+            "token": self.token, "machine": supervisor.machine(),
+            "addresses": [supervisor.join_address(host, port) for host in hosts],
+        }  # fmt: skip
 
     def run_starter(
         self, name: str, command: Sequence[str], environment: dict[str, str], stdin: int, stdout: int,
@@ -150,8 +217,7 @@ class Job:
 
     def listen(self, channel: Channel) -> threading.Thread:
         """Takes messages of a supervisor from now on, until the thread ends."""
-        self._threads.append(start_thread(self._listen, channel, None))
-        return self._threads[-1]
+        return self._listen_to(channel, None)
 
     @property
     def has_messages(self) -> bool:
@@ -179,7 +245,10 @@ class Job:
                 self.writer.flush()
             for peer in self.peers.values():
                 self._finish_lines(peer)
-                peer.channel.close()
+            if self._acceptor is not None:
+                self._acceptor.close()
+            for channel in self._channels:
+                channel.close()
             for thread in self._threads:
                 thread.join(KILL_AFTER_S)
         self.writer.flush()
@@ -198,16 +267,17 @@ class Job:
 
     # Threads
 
-    def _accept(self, listener: socket.socket) -> None:
-        with listener:
-            while not self._is_over:
-                with contextlib.suppress(OSError):  # nobody came, or has gone again
-                    channel = Channel.over(listener.accept()[0])
-                    self._threads.append(start_thread(self._listen, channel, supervisor.CONNECT_TIMEOUT_S))
+    def _take_connection(self, connection: socket.socket) -> None:
+        self._listen_to(Channel.over(connection), supervisor.CONNECT_TIMEOUT_S)
+
+    def _listen_to(self, channel: Channel, hello_timeout_s: float | None) -> threading.Thread:
+        self._channels.append(channel)
+        self._threads.append(start_thread(self._listen, channel, hello_timeout_s))
+        return self._threads[-1]
 
     def _listen(self, channel: Channel, hello_timeout_s: float | None) -> None:
         hello = channel.receive(hello_timeout_s)
-        if is_ours(hello, self.token):
+        if hello is not None and hello.kind == supervisor.HELLO:
             self._queue.put((channel, hello))
             while message := channel.receive():
                 peer = self.peers.get(message.rank)
@@ -258,19 +328,43 @@ class Job:
             is_noise = self.is_stopping or self.failure.rank is not None
             if not is_noise or self.options.verbose:
                 self.failure.line(Line(source, True, payload))
-        elif kind == supervisor.HELLO:
-            self.greeted(source, json.loads(payload))
-        elif kind == supervisor.READY:
-            self.ready(source, json.loads(payload))
-        elif kind == _LOST:
-            self._lose(source)
-        elif rank in self.peers:
-            self._take_of_rank(self.peers[rank], kind, payload)
+            return
+        try:
+            if kind == supervisor.HELLO:
+                self._greet(source, payload)
+            elif kind == supervisor.READY:
+                self.ready(source, read_json(payload, address=str, threads=str))
+            elif kind == _LOST:
+                self._lose(source)
+            elif rank in self.peers:
+                self._take_of_rank(self.peers[rank], kind, payload)
+        except Malformed as error:
+            self._drop(source.host, error)
+
+    def _drop(self, host: str, error: Malformed) -> None:
+        """Says once for a host that what came from it cannot be read."""
+        if host not in self._unreadable:
+            self.writer.say(f"a message from host {host} cannot be read and is dropped: {error}")
+        self._unreadable.add(host)
+
+    def _greet(self, channel: Channel, payload: bytes) -> None:
+        """Takes a supervisor in. One that cannot be read is left to end, with its ranks."""
+        try:
+            hello = read_json(payload, host=str)
+            channel.host = hello["host"]
+            if hello.get("version") != supervisor.PROTOCOL:
+                raise Malformed("it is of another version of Farandole")
+            self.greeted(channel, hello)
+        except Malformed:
+            channel.close()
+            raise
+        if self._acceptor is not None and self.has_all_supervisors():
+            self._acceptor.close()
 
     def _take_of_rank(self, peer: Peer, kind: int, payload: bytes) -> None:
         if kind == supervisor.REPORT:
-            for report in map(json.loads, peer.reports.add(payload)):
-                self.failure.reported(peer.rank, **report, now_s=self._active_s)
+            for text in peer.reports.add(payload):
+                self._take_report(peer, text)
         elif kind in peer.splitters:
             is_error = kind == supervisor.ERR
             self.writer.keep(peer.rank, is_error, payload)
@@ -284,7 +378,14 @@ class Job:
             self.results.setdefault(peer.rank, bytearray()).extend(payload)
         elif kind == supervisor.EXIT:
             self._finish_lines(peer)
-            self._take_end(peer, json.loads(payload))
+            self._take_end(peer, read_json(payload, code=int, by_mpirun=bool))
+
+    def _take_report(self, peer: Peer, text: bytes) -> None:
+        try:
+            report = read_report(text)
+        except Malformed as error:
+            return self._drop(peer.host, error)
+        self.failure.reported(peer.rank, **report, now_s=self._active_s)
 
     def _lose(self, channel: Channel) -> None:
         """Takes the end of a channel: of ranks that still ran, their host or their supervisor failed."""
@@ -367,6 +468,8 @@ class Job:
             ranks = ", ".join(missing[:8]) + ", ..." * (len(missing) > 8)
             limit = f"{self.options.start_timeout_s:g} s (--start-timeout)"
             why = f"{len(missing)} of {count} ranks did not start within {limit}: {ranks}"
+            if self._acceptor is not None and self._acceptor.refused:
+                why += f"; connections refused: {self._acceptor.refused}"
         if why:
             self.writer.say(why)
             self.code = 1
@@ -382,12 +485,3 @@ class Job:
         if message:
             self.writer.say(message)
         return code or int(self.writer.is_incomplete)
-
-
-def is_ours(message: Message | None, token: str) -> TypeGuard[Message]:
-    """Whether it is the first message of a supervisor of ours, and not of a stranger who does not know the token."""
-    try:
-        said = json.loads(message.payload if message and message.kind == supervisor.HELLO else "")
-        return hmac.compare_digest(str(said["token"]), token)
-    except (ValueError, KeyError, TypeError):
-        return False

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from farandole import _probe
 from farandole.runner import supervisor
-from farandole.runner.job import Job, Peer
+from farandole.runner.job import Job, Malformed, Peer
 from farandole.runner.options import SCHEDULERS, Options, UsageError, travelling
 from farandole.runner.output import Writer, exit_code
 from farandole.runner.supervisor import Channel
@@ -179,6 +179,8 @@ def make_command(options: Options, pair: Pair, environment: Mapping[str, str]) -
     if os.geteuid() == 0:
         command.append("--allow-run-as-root")  # containers
     command += ["-np", str(options.np)]
+    if any(":" in host.name for host in options.hosts):
+        raise UsageError("mpirun takes no IPv6 address; give the hosts of --mpi by name")
     if options.hosts:
         command += ["-H", ",".join(f"{host.name}:{host.slots}" for host in options.hosts)]
     elif not any(map(environment.get, SCHEDULERS)):
@@ -241,9 +243,8 @@ class MpirunJob(Job):
 
     def start(self, stack: contextlib.ExitStack) -> None:
         folders = make_folders(self.options, stack)
-        job = {
-            "token": self.token, "addresses": self.open_listener(self.options.is_local),
-            "runs_function": self.function is not None,
+        job = self.open_listener(self.options.is_local) | {
+            "version": supervisor.PROTOCOL, "runs_function": self.function is not None,
             # mpirun's, and that of the ranks.
             "tmpdirs": [folders.get("TMPDIR"), self._environment.get("TMPDIR")],
         }  # fmt: skip
@@ -251,7 +252,13 @@ class MpirunJob(Job):
         self.run_starter("mpirun", self._command, environment, subprocess.DEVNULL, subprocess.PIPE)
 
     def greeted(self, channel: Channel, hello: dict[str, Any]) -> None:
-        self.add_ranks([hello["rank"]], channel, hello["host"], hello["threads"])
+        rank, threads = hello.get("rank"), hello.get("threads")
+        if type(rank) is not int or not isinstance(threads, str) or rank in self.peers:
+            raise Malformed(f"it says rank {rank!r}")
+        self.add_ranks([rank], channel, channel.host, threads)
+
+    def has_all_supervisors(self) -> bool:
+        return len(self.peers) >= self.options.np
 
     def rank_ended(self, peer: Peer, is_bad: bool) -> None:
         ended = [other for other in self.peers.values() if other.has_ended]

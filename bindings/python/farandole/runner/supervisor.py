@@ -13,6 +13,16 @@ wrote), WANT (the program can take input) and EXIT (JSON). The launcher sends CO
 the programs) and, to a supervisor of mpirun's after EXIT, GO: it may end. After a bad end mpirun ends the
 other ranks then. When the channel breaks, the programs are ended; when a supervisor is killed, the kernel
 kills its programs.
+
+On a connection both ends first prove the token of the job, which does not travel there:
+
+  supervisor -> launcher  hello      32 bytes: MAGIC, nonce
+  launcher -> supervisor  challenge  64 bytes: nonce, MAC
+  supervisor -> launcher  proof      32 bytes: MAC
+  launcher -> supervisor  welcome    32 bytes: MAC
+
+Each MAC is an HMAC-SHA-256 under the token over its own name and both nonces. This stays as it is when PROTOCOL, the
+version of the messages that follow, becomes another. ``acceptor.py`` is the launcher's end.
 """
 
 from __future__ import annotations
@@ -34,8 +44,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any, NamedTuple, NoReturn
 
-# JSON, for supervisors under mpirun: the job's token, the launcher's addresses, and whether each rank runs a
-# function that it reads from its stdin.
+PROTOCOL = 2  # grows when messages change: launcher and supervisor must have the same
+# JSON, for supervisors under mpirun: what :func:`join_launcher` needs, and whether each rank runs a function that it
+# reads from its stdin.
 VARIABLE = "_FARANDOLE_RUN"
 # Files that the program opens to write: a function's result; lines of JSON that say why the rank fails.
 RESULT_VARIABLE, REPORT_VARIABLE = "_FARANDOLE_RESULT", "_FARANDOLE_REPORT"
@@ -44,7 +55,10 @@ HELLO, OUT, ERR, EXIT, RESULT, REPORT, WANT, GO, SIGNAL, INPUT, READY, CONNECT, 
 CHUNK_BYTES = 65536
 INPUT_BYTES = 32768  # fits into a connection's buffers, so that sending it waits for nobody
 MAX_PAYLOAD_BYTES = 1 << 22
+MAGIC, PROOF_BYTES = b"FDRL", 32
 CONNECT_TIMEOUT_S = 5.0
+_WELCOME_TIMEOUT_S = 60.0  # with our proof on its way; the launcher may be busy
+_RETRY_S = 20.0  # a launcher that is beset by others drops connections
 # Seconds of silence, between probes, and probes without an answer until the other host is gone: 25 s.
 # By the names of Open MPI's parameters, as its daemons' connections have the same.
 KEEPALIVE = {"time": 5, "intvl": 5, "probes": 4}
@@ -67,15 +81,22 @@ class Message(NamedTuple):
 
 
 class Channel:
-    """Messages over a connection, or two pipes. Thread safety: one thread receives and closes; any sends."""
+    """Messages over a connection, or two pipes. Thread safety: one thread receives and closes; any sends.
 
-    def __init__(self, source: IO[bytes], sink: IO[bytes], connection: socket.socket | None = None) -> None:
+    Attributes:
+        host: The host of the other end, as far as it is known: a name, an address, or empty.
+    """
+
+    def __init__(
+        self, source: IO[bytes], sink: IO[bytes], connection: socket.socket | None = None, host: str = ""
+    ) -> None:  # fmt: skip
         self._source, self._sink, self._connection = source, sink, connection
+        self.host = host or self.peer_host
         self._lock = threading.Lock()
 
     @classmethod
-    def over(cls, connection: socket.socket) -> Channel:
-        """A channel that owns ``connection``."""
+    def over(cls, connection: socket.socket, host: str = "") -> Channel:
+        """A channel that owns ``connection``. OSError: that has ended."""
         connection.settimeout(None)
         # The kernel notices that the other host is gone without a word: by probes of an idle
         # connection, and by the age of what has been sent and not been confirmed.
@@ -88,14 +109,17 @@ class Channel:
             }  # fmt: skip
             for name, value in options.items():
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
-        return cls(connection.makefile("rb"), connection.makefile("wb"), connection)
+        return cls(connection.makefile("rb"), connection.makefile("wb"), connection, host)
 
     @property
     def peer_host(self) -> str:
         """The address of the other end's host; empty without a network."""
         if self._connection is None or self._connection.family == socket.AF_UNIX:
             return ""
-        return str(self._connection.getpeername()[0])
+        try:
+            return plain_host(self._connection.getpeername()[0])
+        except OSError:  # it has ended
+            return ""
 
     def send(self, kind: int, payload: bytes = b"", rank: int = -1) -> None:
         """Sends a message; that the other end has gone is noticed by :meth:`receive`."""
@@ -124,16 +148,116 @@ class Channel:
                     one.close()
 
 
-def connect(addresses: Sequence[str]) -> Channel:
-    """The first of the launcher's addresses ("1.2.3.4:5678") that answers; OSError if none does."""
-    reasons = []
-    for address in addresses:
-        host, _, port = address.rpartition(":")
-        try:
-            return Channel.over(socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S))
-        except OSError as error:
-            reasons.append(f"{address}: {error}")
-    raise OSError("; ".join(reasons))
+def plain_host(address: str) -> str:
+    """An address of a socket, without what maps IPv4 into IPv6."""
+    return address.removeprefix("::ffff:") if "." in address else address
+
+
+def join_address(host: str, port: int) -> str:
+    """ "a:5678", "1.2.3.4:5678", "[fd00::1]:5678"."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def open_listener(host: str = "") -> socket.socket:
+    """Listens at a port that the system chooses; without a host for IPv4 and, where there is that, IPv6."""
+    if not host and socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):
+            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
+    return socket.create_server((host, 0), backlog=4096)
+
+
+def machine() -> str:
+    """Names the running system, the same in all its containers; empty where it has no name."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def _is_own(address: str) -> bool:
+    host = split_address(address)[0]
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return True
+    return False
+
+
+def leave_out_own(addresses: Sequence[str], launchers_machine: str) -> Sequence[str]:
+    """The launcher's addresses but those that this host has, too, as containers' bridges are the same everywhere."""
+    if launchers_machine == machine():
+        return addresses
+    return [address for address in addresses if not _is_own(address)] or addresses
+
+
+def proof(token: str, name: str, hello: bytes, nonce: bytes) -> bytes:
+    import hmac  # only here: 3 ms that ranks of one host save
+
+    return hmac.digest(token.encode(), name.encode() + hello + nonce, "sha256")
+
+
+def is_proof(said: bytes, token: str, name: str, hello: bytes, nonce: bytes) -> bool:
+    import hmac
+
+    return hmac.compare_digest(said, proof(token, name, hello, nonce))
+
+
+def _prove(connection: socket.socket, token: str) -> None:
+    """The supervisor's end of the proof. OSError: the other end is not the launcher, or has dropped the connection."""
+    hello = MAGIC + os.urandom(PROOF_BYTES - len(MAGIC))
+    connection.sendall(hello)
+    challenge = _read(connection, 2 * PROOF_BYTES, CONNECT_TIMEOUT_S)
+    nonce = challenge[:PROOF_BYTES]
+    if not is_proof(challenge[PROOF_BYTES:], token, "challenge", hello, nonce):
+        raise PermissionError("what listens there does not know the token of this job")
+    connection.sendall(proof(token, "proof", hello, nonce))
+    if not is_proof(_read(connection, PROOF_BYTES, _WELCOME_TIMEOUT_S), token, "welcome", hello, nonce):
+        raise PermissionError("what listens there does not know the token of this job")
+
+
+def _read(connection: socket.socket, count: int, timeout_s: float) -> bytes:
+    """So many bytes, all of them in time."""
+    data, end_s = b"", time.monotonic() + timeout_s
+    while len(data) < count:
+        connection.settimeout(max(end_s - time.monotonic(), 0.001))
+        more = connection.recv(count - len(data))
+        if not more:
+            raise ConnectionResetError("the connection was closed before it was welcomed")
+        data += more
+    return data
+
+
+def connect(addresses: Sequence[str], token: str) -> Channel:
+    """A channel to the first of the launcher's addresses where both ends prove the token.
+
+    Tries them again for _RETRY_S where that may help. Raises OSError if none answers, with the reason of each.
+    """
+    give_up_s = time.monotonic() + _RETRY_S
+    while True:
+        reasons, is_final = [], True
+        for address in addresses:
+            try:
+                return _connect_to(address, token)
+            except OSError as error:
+                reasons.append(f"{address}: {error}")
+                is_dropped = isinstance(error, ConnectionError) and not isinstance(error, ConnectionRefusedError)
+                is_final = is_final and not is_dropped and not isinstance(error, TimeoutError)
+        if is_final or time.monotonic() > give_up_s:
+            raise OSError("; ".join(reasons))
+        time.sleep(0.1)
+
+
+def _connect_to(address: str, token: str) -> Channel:
+    with contextlib.ExitStack() as stack:
+        connection = stack.enter_context(socket.create_connection(split_address(address), CONNECT_TIMEOUT_S))
+        _prove(connection, token)
+        stack.pop_all()
+    return Channel.over(connection)
 
 
 def limit_threads(ranks: int) -> str:
@@ -352,12 +476,12 @@ def _survive(handler: Callable[..., None]) -> None:
 
 def run_one(job: dict[str, Any], command: Sequence[str]) -> NoReturn:
     """A supervisor of mpirun's: runs the program of one rank."""
+    check_version(job)
     restore_tmpdir(*job["tmpdirs"])
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMIX_RANK"])
     threads = limit_threads(int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or 1))
-    channel = connect_or_exit(job["addresses"])
-    hello = {"token": job["token"], "rank": rank, "host": socket.gethostname(), "threads": threads}
-    channel.send(HELLO, json.dumps(hello).encode())
+    channel = join_launcher(job)
+    say_hello(channel, rank=rank, threads=threads)
     supervisor = Supervisor(channel)
 
     def note_signal(*_: object) -> None:
@@ -371,18 +495,19 @@ def run_one(job: dict[str, Any], command: Sequence[str]) -> NoReturn:
 def run_host() -> None:
     """A supervisor of a host: runs its ranks.
 
-    CONNECT, on stdin, has "key", the job's in hexadecimal digits, and "token" and "addresses" of the launcher if
-    stdin and stdout are no channel. START has "ranks", "size", "command", "folder", "environment" (None:
-    this one's), "runs_function", "address" of rank 0, and "listen": where this host, which has rank 0, listens for it.
+    CONNECT, on stdin, has "version", "id" of the host, "key", the job's in hexadecimal digits, and "addresses": empty
+    if stdin and stdout are the channel, else with "token" and "machine" as :func:`join_launcher` has them. START has
+    "ranks", "size", "command", "folder", "environment" (None: this one's), "runs_function", "address" of rank 0, and
+    "listen": where this host, which has rank 0, listens for it.
     """
     _survive(lambda *_: None)
     channel = Channel(sys.stdin.buffer, sys.stdout.buffer)
     message = channel.receive()
     job = json.loads(message.payload) if message else sys.exit("farandolerun: the launcher has gone")
+    check_version(job)
     if job["addresses"]:
-        channel = connect_or_exit(job["addresses"])
-    hello: dict[str, Any] = {"token": job["token"], "host": socket.gethostname(), "id": job["id"]}
-    channel.send(HELLO, json.dumps(hello).encode())
+        channel = join_launcher(job)
+    say_hello(channel, id=job["id"])
     start = channel.receive()
     if start is not None and start.kind == START:
         _run_ranks(channel, bytes.fromhex(job["key"]), **json.loads(start.payload))
@@ -399,10 +524,8 @@ def _run_ranks(
     threads = limit_threads(len(ranks))
     listener = None
     if listen is not None:
-        family = socket.AF_INET6 if ":" in (listen or address) else socket.AF_INET
-        listener = socket.create_server((listen, 0), family=family, backlog=min(size, 4096))
-        address = f"[{address}]" if ":" in address else address
-        address = f"{address}:{listener.getsockname()[1]}"
+        listener = open_listener(listen)
+        address = join_address(address, listener.getsockname()[1])
     channel.send(READY, json.dumps({"address": address, "threads": threads}).encode())
     supervisor = Supervisor(channel)
     for local_rank, rank in enumerate(ranks):
@@ -427,11 +550,22 @@ def _run_ranks(
     supervisor.run()
 
 
-def connect_or_exit(addresses: Sequence[str]) -> Channel:
+def check_version(job: Mapping[str, Any]) -> None:
+    if job.get("version") != PROTOCOL:
+        sys.exit(f"farandolerun: {socket.gethostname()} has another version of Farandole than the launcher")
+
+
+def join_launcher(job: Mapping[str, Any]) -> Channel:
+    """Connects to the launcher: "addresses" and "machine" are its own, "token" is the job's."""
     try:
-        return connect(addresses)
+        return connect(leave_out_own(job["addresses"], job["machine"]), job["token"])
     except OSError as error:
         sys.exit(f"farandolerun: {socket.gethostname()} cannot reach the launcher at {error}")
+
+
+def say_hello(channel: Channel, **said: Any) -> None:
+    hello = {"version": PROTOCOL, "host": socket.gethostname(), **said}
+    channel.send(HELLO, json.dumps(hello).encode())
 
 
 def main(command: Sequence[str]) -> None:
