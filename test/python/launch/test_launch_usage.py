@@ -47,6 +47,12 @@ WRONG = [
      '--config-file "value.yaml": argument --fusion-threshold-mb: "much" is not a number of MB from 0'),
     (["-np", "4", "-H", "a:1,b:2", "true"], "-np 4 ranks do not fit into the 3 slots of the hosts given"),
     (["-H", "a:x", "true"], '-H "a:x": "a:x" is not a host, "HOST:SLOTS" or "HOST slots=SLOTS"'),
+    (["-H", "2001:db8::2:4", "true"],
+     '-H "2001:db8::2:4": "2001:db8::2:4" is not a host, "HOST:SLOTS" or "HOST slots=SLOTS"; '
+     "an IPv6 address stands in brackets"),
+    (["-H", "[2001:2]:4", "true"], '-H "[2001:2]:4": "[2001:2]:4" is not a host, "HOST:SLOTS" or "HOST slots=SLOTS"; '
+     "an IPv6 address stands in brackets"),
+    (["-H", "[2001:db8::2]:4", "--mpi", "true"], "mpirun takes no IPv6 address; give the hosts of --mpi by name"),
     (["-H", ",", "true"], '-H "," names no host'),
     (["-H", "a", "--hostfile", "bad", "true"], "-H and --hostfile both say where ranks go; give one of them"),
     (["--hostfile", "absent", "true"], '--hostfile "absent" cannot be read: No such file or directory'),
@@ -192,6 +198,11 @@ def test_hosts_give_the_number_of_ranks_and_repeated_ones_more_slots(tmp_path):
     file = tmp_path / "hosts"
     file.write_text("# mine\na slots=2\n\nb\nb\n")
     assert cli.parse_hosts(file.read_text().splitlines(), "") == [("a", 2), ("b", 2)]
+    file.write_text("[2001:db8::1] slots=2\n[2001:DB8::0:1]:3\n[fe80::1%eth0]\n[::ffff:10.0.0.1]\n")
+    assert cli.parse_hosts(file.read_text().splitlines(), "") == [
+        ("2001:db8::1", 5), ("fe80::1%eth0", 1), ("::ffff:10.0.0.1", 1),
+    ]  # fmt: skip
+    assert cli.parse(["-H", "[2001:db8::1]:2,b:3", "true"]).hosts == (("2001:db8::1", 2), ("b", 3))
 
 
 def test_a_discovery_script_names_the_hosts_once(tmp_path):
@@ -276,7 +287,7 @@ def hosts_of(*typed, **environment):
 
 def test_hosts_are_filled_in_their_order_and_this_one_is_one():
     here = socket.gethostname()
-    placed = hosts_of("-np", "6", "-H", f"127.0.0.1:1,far-a:2,{here}:1,far-b:9", FARANDOLE_AGENT="env -u X")
+    placed = hosts_of("-np", "6", "-H", f"[::1]:1,far-a:2,{here}:1,far-b:9", FARANDOLE_AGENT="env -u X")
     assert [(one.name, [*one.ranks], one.is_here) for one in placed] == [
         ("localhost", [0, 1], True), ("far-a", [2, 3], False), ("far-b", [4, 5], False),
     ]  # fmt: skip
@@ -291,6 +302,7 @@ def test_other_hosts_are_reached_by_ssh_which_asks_nothing(folder):
     (placed,) = hosts_of("-H", "far:1", "-p", "22", "-i", "key", PATH=str(folder))
     assert placed.command[:4] == ["ssh", "-T", "-o", "BatchMode=yes"]
     assert placed.command[-6:-1] == ["-p", "22", "-i", "key", "far"]
+    assert hosts_of("-H", "[2001:db8::2]:1", PATH=str(folder))[0].command[-2] == "2001:db8::2"  # as ssh wants it
     assert shlex.split(placed.command[-1]) == [sys.executable, "-I", "-S", supervisor.__file__]
     with pytest.raises(hosts.UsageError, match='"ssh", which starts the ranks on far, was not found'):
         hosts_of("-H", "far:1", PATH="/no/where")

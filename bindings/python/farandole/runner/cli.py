@@ -14,6 +14,7 @@ import pathlib
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +28,9 @@ from farandole.runner.output import Writer
 
 USAGE_ERROR = 2
 _SCRIPT_TIMEOUT_S = 60
-_HOST = re.compile(r"(\w(?:[\w.-]*\w)?)(?:(?::|\s+slots\s*=\s*)([1-9][0-9]*))?", re.ASCII)
+_HOST = re.compile(
+    r"(\w(?:[\w.-]*\w)?|\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\])(?:(?::|\s+slots\s*=\s*)([1-9][0-9]*))?", re.ASCII
+)
 
 
 def _number(
@@ -360,7 +363,8 @@ def _run_script(script: str, flag: str) -> str:
 def parse_hosts(items: Iterable[str], where: str, default: int = 1) -> list[Host]:
     """Reads "a:2" or "a slots=2"; without a number a host has ``default`` slots. "#" starts a comment.
 
-    A host that is named again, as in PBS's files with one line per slot, has more slots.
+    An IPv6 address stands in brackets, "[fd00::1]:2", which the name of a Host has not. A host that is named again, as
+    in PBS's files with one line per slot, has more slots.
 
     Raises:
         UsageError: An item is wrong, or there is none; ``where`` says whose.
@@ -369,13 +373,26 @@ def parse_hosts(items: Iterable[str], where: str, default: int = 1) -> list[Host
     for item in items:
         text = item.partition("#")[0].strip()
         found = _HOST.fullmatch(text)
-        if found:
-            slots[found[1]] = slots.get(found[1], 0) + int(found[2] or default)
+        name = _host_name(found[1]) if found else ""
+        if found and name:
+            slots[name] = slots.get(name, 0) + int(found[2] or default)
         elif text:
-            raise UsageError(f'{where}: "{text}" is not a host, "HOST:SLOTS" or "HOST slots=SLOTS"')
+            hint = "; an IPv6 address stands in brackets" * (text.count(":") > 1)
+            raise UsageError(f'{where}: "{text}" is not a host, "HOST:SLOTS" or "HOST slots=SLOTS"{hint}')
     if not slots:
         raise UsageError(f"{where} names no host")
     return [Host(*item) for item in slots.items()]
+
+
+def _host_name(text: str) -> str:
+    """A name as it is; an address without its brackets, in its shortest form; empty if it is none."""
+    if not text.startswith("["):
+        return text
+    address, percent, scope = text[1:-1].partition("%")
+    try:
+        return socket.inet_ntop(socket.AF_INET6, socket.inet_pton(socket.AF_INET6, address)) + percent + scope
+    except OSError:
+        return ""
 
 
 def describe_build() -> str:
