@@ -14,6 +14,7 @@ from typing import IO, Any
 from ranks import PYTHON_PATH
 
 _ADDRESSES = ("10.77.0.1", "10.77.0.2")
+_IPV6_ADDRESSES = ("2001:db8::1", "2001:db8::2")
 FIRST_ADDRESS = _ADDRESSES[0]
 
 
@@ -27,12 +28,16 @@ class TwoHosts:
         folder: For a script that mpirun calls in the place of ssh.
         rate: Of the link in either direction, in the words of ``tc`` ("1gbit"); None: as fast as it is.
         output: Takes what started jobs write; None: a pipe of each.
+        is_ipv6: Whether they have no IPv4 addresses but the loopback's.
     Raises:
         RuntimeError: This machine does not allow it; says why.
     """
 
-    def __init__(self, folder: pathlib.Path, rate: str | None = None, output: IO[str] | None = None) -> None:
+    def __init__(
+        self, folder: pathlib.Path, rate: str | None = None, output: IO[str] | None = None, is_ipv6: bool = False
+    ) -> None:  # fmt: skip
         self._folder = folder
+        self._addresses = _IPV6_ADDRESSES if is_ipv6 else _ADDRESSES
         self._output = output
         self._rate = rate
         self._keepers: list[subprocess.Popen[str]] = []
@@ -51,7 +56,7 @@ class TwoHosts:
         script.chmod(0o755)
         agent = self._folder / "agent"  # HOST COMMAND...
         enter = " ".join(self._enter(1))
-        agent.write_text(f'#!/bin/sh\n[ "$1" = {_ADDRESSES[1]} ] || exit 9\nshift\nexec {enter} "$@"\n')
+        agent.write_text(f'#!/bin/sh\n[ "$1" = {self._addresses[1]} ] || exit 9\nshift\nexec {enter} "$@"\n')
         agent.chmod(0o755)
         return self
 
@@ -81,10 +86,11 @@ class TwoHosts:
         return self._start([*words, "-x", "PYTHONPATH", *command], variables)
 
     def farandolerun(
-        self, ranks: int, command: Sequence[str], network: str = "--gloo", **variables: str
+        self, ranks: int, command: Sequence[str], network: str = "--gloo", is_reversed: bool = False, **variables: str
     ) -> subprocess.Popen[str]:
-        """As :meth:`start`, with Farandole's launcher on the first host."""
-        slots = ",".join(f"{address}:{ranks}" for address in _ADDRESSES)
+        """As :meth:`start`, with Farandole's launcher on the first host, which has the higher ranks if reversed."""
+        hosts = [f"[{one}]" if ":" in one else one for one in self._addresses]
+        slots = ",".join(f"{host}:{ranks}" for host in (reversed(hosts) if is_reversed else hosts))
         launcher = [sys.executable, "-m", "farandole.runner", "-np", str(2 * ranks), "-H", slots, network]
         return self._start([*launcher, "--network-interfaces", "eth0", *command], variables)
 
@@ -132,9 +138,10 @@ class TwoHosts:
     def _link(self) -> None:
         first, second = (str(keeper.pid) for keeper in self._keepers)
         _run("ip", "link", "add", "eth0", "netns", first, "type", "veth", "peer", "name", "eth0", "netns", second)
-        for host, address in enumerate(_ADDRESSES):
+        for host, address in enumerate(self._addresses):
             enter = self._enter(host)
-            _run(*enter, "ip", "addr", "add", f"{address}/24", "dev", "eth0")
+            where = [f"{address}/64", "nodad"] if ":" in address else [f"{address}/24"]
+            _run(*enter, "ip", "addr", "add", *where, "dev", "eth0")
             for name in ("lo", "eth0"):
                 _run(*enter, "ip", "link", "set", name, "up")
             if self._rate is not None:  # of what goes out; a burst is four of the packets that TCP makes

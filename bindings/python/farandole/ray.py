@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from farandole import basics
 from farandole._spawn import take_place
+from farandole.runner import supervisor
 from farandole.runner.output import FirstFailure, Writer
 
 _TICK_S = 0.2
@@ -71,7 +72,7 @@ class _Rank:
 
     def listen(self) -> int:
         """Opens the port of rank 0."""
-        self._listener = socket.create_server(("", 0), backlog=4096)
+        self._listener = supervisor.open_listener()
         return int(self._listener.getsockname()[1])
 
     def call(
@@ -111,7 +112,7 @@ def _start_workers(group: Any, resources: Mapping[str, float], count: int) -> li
 
 def _call_on_all(workers: Sequence[_Worker], fn: Callable[..., Any], args: Sequence[Any]) -> dict[Any, int]:
     """Starts the ranks. Returns what to wait for, with the rank of each."""
-    address = f"{workers[0].address}:{ray.get(workers[0].actor.listen.remote())}"
+    address = supervisor.join_address(workers[0].address, ray.get(workers[0].actor.listen.remote()))
     key, calls = secrets.token_bytes(32), {}
     for rank, worker in enumerate(workers):
         neighbours = [other for other in workers if other.node == worker.node]

@@ -113,10 +113,12 @@ def test_file(digests, tmp_path):
 
 
 @pytest.mark.once
-def test_two_hosts(digests, tmp_path):
+@pytest.mark.parametrize("is_ipv6", [False, True])
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_two_hosts(digests, tmp_path, is_ipv6, is_reversed):
     try:
-        with TwoHosts(tmp_path) as hosts:
-            job = hosts.farandolerun(1, SCRIPT)
+        with TwoHosts(tmp_path, is_ipv6=is_ipv6) as hosts:
+            job = hosts.farandolerun(1, SCRIPT, is_reversed=is_reversed)
             output, _ = job.communicate(timeout=90)
     except RuntimeError as error:
         pytest.skip(str(error))
