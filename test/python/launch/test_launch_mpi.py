@@ -285,7 +285,7 @@ def test_strangers_at_the_launchers_port_delay_neither_start_nor_end(tmp_path, c
     try:
         while (port := port_of(job)) is None:
             assert job.poll() is None
-        with Strangers(f"127.0.0.1:{port}", 400) as strangers:
+        with Strangers(f"127.0.0.1:{port}", 10_000) as strangers:
             if comes:
                 strangers.wait_for(200)
                 (tmp_path / "wait").unlink()

@@ -518,8 +518,8 @@ def test_who_knows_another_token_gets_in_nowhere():
 
 
 def test_strangers_keep_no_supervisor_out_and_cost_no_threads():
-    """Ten times as many as may wait: silent ones, slow ones, such that send too much, or a wrong proof."""
-    with open_port() as port, Strangers(port.address, 640) as strangers:
+    """They keep coming: silent ones, slow ones, such that send too much, or a wrong proof."""
+    with open_port() as port, Strangers(port.address, 10_000) as strangers:
         strangers.wait_for(640)
         threads = threading.active_count()
         for _ in range(8):

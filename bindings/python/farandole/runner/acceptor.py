@@ -17,7 +17,7 @@ from farandole.runner import supervisor
 
 MAX_PENDING = 64  # connections that have not proven the token
 PROOF_S = 2.0  # for the whole proof
-_SILENCE_S = 0.1  # after which a connection may have to make way
+_SLOW_S = 0.1  # after which a connection may have to make way
 _PAUSE_S = 0.01
 _MOST_REFUSED = 4
 
@@ -60,9 +60,9 @@ class _Pending:
 class Acceptor:
     """Accepts supervisors on a thread of its own until it is closed.
 
-    At most MAX_PENDING connections have not proven the token, each for PROOF_S. A further one takes the place of the
-    oldest, of a silent one first, that has been there for _SILENCE_S; the others wait in the kernel meanwhile. So
-    strangers cost no threads and keep no supervisor out: one that was dropped tries again. Thread safety: any thread.
+    At most MAX_PENDING connections have not proven the token, each for PROOF_S. A further one takes the place of one that
+    has been there for _SLOW_S, of the oldest silent one first; the others wait in the kernel meanwhile. So strangers cost
+    no threads and keep no supervisor out: one that was dropped tries again. Thread safety: any thread.
 
     Args:
         listener: Is taken over.
@@ -129,9 +129,10 @@ class Acceptor:
     def _has_room(self) -> bool:
         if len(self._pending) < MAX_PENDING:
             return True
-        oldest = next((one for one in self._pending if one.is_silent), self._pending[0])
-        if time.monotonic() < oldest.since_s + _SILENCE_S:
+        slow = [one for one in self._pending if time.monotonic() > one.since_s + _SLOW_S]
+        if not slow:
             return False
+        oldest = next((one for one in slow if one.is_silent), slow[0])
         self._refuse(oldest, "made way for a further connection before it had proven the job's token")
         return True
 
