@@ -41,9 +41,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SIOCGIFADDR = 0x8915
 _IPV6_ADDRESSES = "/proc/net/if_inet6"
 _GLOBAL, _UNUSABLE = "00", 0x48  # there: a scope, and the flags "tentative" and "duplicate"
-# What a rank knows of the failure that ends it, all of it optional: attributes of HorovodInternalError.
+# What a rank knows of the failure that ends it, all of it optional: attributes of HorovodInternalError, and whether all
+# ranks raise it. Others are left out.
 _FACTS: dict[str, type | tuple[type, ...]] = {
     "failed_ranks": list, "cause": str, "kind": str, "host": str, "pid": int, "last": str, "last_age_s": (int, float),
+    "is_shared": bool,
 }  # fmt: skip
 
 
