@@ -270,11 +270,13 @@ def test_threads_share_the_cores_unless_the_user_says_how_many(start, given, ran
 class FakeHost:
     """Starts the supervisor of a host as the launcher does, and reads its messages one by one."""
 
+    SUPERVISOR = (sys.executable, "-I", "-S", FILE)
+
     def __init__(self, *command, ranks=(2, 3), size=4, **start):
         ours, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", FILE], env=CLEAN, stdin=theirs, stdout=theirs, start_new_session=True
+                self.SUPERVISOR, env=CLEAN, stdin=theirs, stdout=theirs, start_new_session=True
             )
         self.channel = supervisor.Channel.over(ours)
         self.send(supervisor.CONNECT, {"key": "ab" * 32, "token": "t", "id": 7, "addresses": []})
@@ -366,14 +368,29 @@ def test_a_host_ends_all_that_its_ranks_started_when_the_launcher_is_gone(start_
         assert ended
 
 
-def test_the_kernel_ends_the_programs_of_a_supervisor_that_is_killed(start_host):
-    host = start_host("sh", "-c", "echo $$; exec sleep 600", ranks=[1])
-    while (message := host.channel.receive()).kind != supervisor.OUT:
+@pytest.mark.parametrize("script", ["echo $$; exec sleep 600", "sleep 600 & echo $!; wait"], ids=["it", "its child"])
+@pytest.mark.parametrize("starts", ["start", "start_host"], ids=["mpirun", "host"])
+def test_programs_end_with_a_supervisor_that_is_killed(request, starts, script):
+    one = request.getfixturevalue(starts)("sh", "-c", script)
+    while (message := one.channel.receive()).kind != supervisor.OUT:
         pass
     program = os.pidfd_open(int(message.payload))
-    host.process.kill()
+    one.process.kill()
     assert select.select([program], [], [], 30)[0]
     os.close(program)
+
+
+def test_a_program_whose_supervisor_was_killed_before_the_kernel_knew_ends(monkeypatch):
+    monkeypatch.setattr(os, "getppid", lambda: 1)  # who takes the program over
+    program = supervisor.Program(1, ["sleep", "5"], {}, has_input=False, leads_group=True)
+    assert program.finish() == -signal.SIGKILL
+
+
+def test_a_kernel_without_pidfds_and_a_python_without_them_will_do(start_host, monkeypatch):
+    lacking = f"import os, runpy; del os.pidfd_open; runpy.run_path({FILE!r}, run_name='__main__')"
+    monkeypatch.setattr(FakeHost, "SUPERVISOR", [sys.executable, "-I", "-S", "-c", lacking])
+    host = start_host("sh", "-c", "echo up; exit 3", ranks=[1])
+    assert host.until_the_end() == ({1: b"up\n"}, {1: 3})
 
 
 def test_a_rank_that_ends_badly_takes_what_it_started_along(start_host):
