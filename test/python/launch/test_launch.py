@@ -100,10 +100,22 @@ def test_output_files_hold_what_each_rank_wrote(tmp_path):
     }
 
 
-def test_a_line_longer_than_any_buffer_stays_whole():
-    script = "import sys; sys.stdout.write('x' * 3_000_000 + '\\n')"
-    done = launch("-np", 2, PYTHON, "-S", "-c", script)
-    assert [len(line) for line in done.stdout.splitlines()] == [3_000_004] * 2
+@pytest.mark.parametrize("ranks, size", [(2, 1_000_000), (1, 5_000_000)])  # of one rank nothing can come between
+def test_a_line_longer_than_any_buffer_stays_whole(ranks, size):
+    script = f"import sys; sys.stdout.write('x' * {size} + '\\n')"
+    done = launch("-np", ranks, PYTHON, "-S", "-c", script)
+    assert [len(line) for line in done.stdout.splitlines()] == [size + 4] * ranks
+
+
+def test_a_line_without_an_end_is_shown_while_it_grows():
+    script = "import sys; sys.stdout.write('x' * 3_000_000); sys.stdout.flush(); print(sys.stdin.readline(), end='')"
+    job = start("-np", 1, PYTHON, "-S", "-c", script)
+    try:
+        assert len(job.stdout.read(2_000_000)) == 2_000_000
+        out, _ = job.communicate("end\n", timeout=60)
+    finally:
+        job.kill()
+    assert (job.returncode, out.strip("x")) == (0, "end\n")
 
 
 def test_stderr_comes_while_a_rank_handles_an_exception():

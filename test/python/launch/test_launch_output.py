@@ -7,6 +7,7 @@ import pytest
 
 from farandole.runner.output import (
     CONSEQUENCES_AFTER_S,
+    MAX_LINE_BYTES,
     REPORT_AFTER_S,
     FirstFailure,
     Line,
@@ -205,11 +206,12 @@ def test_lines_come_out_whole_however_they_are_split():
     assert splitter.take_rest() == b"end"
 
 
-def test_a_line_of_ten_megabytes_stays_whole():
-    splitter = LineSplitter()
-    for _ in range(160):
-        assert splitter.add(b"x" * 65536) == []
-    assert [len(line) for line in splitter.add(b"\n")] == [160 * 65536 + 1]
+def test_a_line_without_an_end_is_passed_on_after_its_limit():
+    splitter = LineSplitter(MAX_LINE_BYTES)
+    for _ in range(2):
+        assert splitter.add(b"x" * (MAX_LINE_BYTES - 1)) == []
+        assert splitter.add(b"x") == [b"x" * MAX_LINE_BYTES]
+    assert splitter.add(b"end\n") == [b"end\n"]
 
 
 def test_a_progress_bars_lines_end_with_a_carriage_return():

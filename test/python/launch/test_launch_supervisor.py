@@ -418,6 +418,14 @@ def message(kind, payload):
     return supervisor.HEADER.pack(kind, 3, 0.0, len(payload)) + payload
 
 
+def test_a_clock_that_is_set_back_does_not_mix_a_ranks_output():
+    def said(text, time_s):
+        return supervisor.Message(supervisor.OUT, text, time_s)
+
+    found = [("a", said(b"1", 9.0)), ("a", said(b"2", 5.0)), ("b", said(b"3", 7.0)), ("a", said(b"4", 6.0))]
+    assert b"".join(message.payload for _, message in job.in_order(found)) == b"3124"
+
+
 def hello(token="secret"):
     payload = json.dumps({"token": token, "rank": 3, "host": "h", "threads": ""}).encode()
     return message(supervisor.HELLO, payload)

@@ -25,7 +25,7 @@ from typing import IO, Any, TypeGuard
 
 from farandole.runner import supervisor
 from farandole.runner.options import Options
-from farandole.runner.output import FirstFailure, Line, LineSplitter, Writer
+from farandole.runner.output import MAX_LINE_BYTES, FirstFailure, Line, LineSplitter, Writer
 from farandole.runner.supervisor import Channel, Message, start_thread
 
 _TICK_S = 0.05
@@ -48,7 +48,7 @@ class Peer:
         self.is_open = True
         self.has_ended = False  # the program
         self.function = io.BytesIO(function or b"")  # what is left of the function that it runs
-        self.splitters = {supervisor.OUT: LineSplitter(), supervisor.ERR: LineSplitter()}
+        self.splitters = {kind: LineSplitter(MAX_LINE_BYTES) for kind in (supervisor.OUT, supervisor.ERR)}
         self.reports = LineSplitter()
 
 
@@ -233,7 +233,7 @@ class Job:
                 data = os.read(0, supervisor.INPUT_BYTES)
             except OSError:
                 data = b""  # it is closed, or a terminal that has gone or is another job's
-            if data.endswith(b"\n"):
+            if self._shows_prompts and data.endswith(b"\n"):  # the terminal shows it
                 self.writer.end_open_line()
         peer.channel.send(supervisor.INPUT, data, peer.rank)
 
@@ -249,7 +249,7 @@ class Job:
         time.sleep(0.0 if is_busy or found[0][1].kind in _URGENT else _GATHER_S)
         found += [self._queue.get() for _ in range(self._queue.qsize())]
         self._active_s = time.monotonic()
-        return sorted(found, key=lambda item: item[1].time_s)
+        return in_order(found)
 
     def _take(self, source: Channel | str, message: Message) -> None:
         kind, payload, _, rank = message
@@ -382,6 +382,16 @@ class Job:
         if message:
             self.writer.say(message)
         return code or int(self.writer.is_incomplete)
+
+
+def in_order(found: Sequence[tuple[Channel | str, Message]]) -> list[tuple[Channel | str, Message]]:
+    """Messages by their times, but those of one sender as they came, whatever has become of its clock meanwhile."""
+    latest_s: dict[Channel | str, float] = {}
+    times_s = []
+    for source, message in found:
+        latest_s[source] = max(message.time_s, latest_s.get(source, -math.inf))
+        times_s.append(latest_s[source])
+    return [found[place] for place in sorted(range(len(found)), key=times_s.__getitem__)]
 
 
 def is_ours(message: Message | None, token: str) -> TypeGuard[Message]:

@@ -16,6 +16,7 @@ from typing import IO, Any, NamedTuple
 REPORT_AFTER_S = 0.25  # after a bad end: messages of what happened before it may still arrive
 CONSEQUENCES_AFTER_S = 5.0  # the same, while nothing but consequences of another failure is known
 MAX_ERROR_LINES = 200
+MAX_LINE_BYTES = 1 << 20  # of a line that has no end yet; then what there is of it is shown
 _RECENT_LINES = 10_000
 _ENDS = ("killed", "exited", "out of memory")
 
@@ -25,25 +26,32 @@ class Line(NamedTuple):
 
     rank: int | str
     is_error: bool
-    text: bytes  # with its end; without one only where a prompt waits for input
+    text: bytes  # with its end; without one where a prompt waits for input, and of a line that has become long
 
 
 class LineSplitter:
-    """Splits one stream into lines of any length: at \\n, \\r\\n and a progress bar's \\r."""
+    """Splits one stream into lines: at \\n, \\r\\n and a progress bar's \\r.
 
-    def __init__(self) -> None:
+    Args:
+        longest: Bytes without an end of line that are kept; None: any number.
+    """
+
+    def __init__(self, longest: int | None = None) -> None:
+        self._longest = longest
         self._rest: list[bytes] = []
+        self._size = 0  # of the rest
 
     def add(self, data: bytes) -> list[bytes]:
-        """Returns the lines that are complete now."""
+        """Returns the lines that are complete now, and what there is of one that has become too long."""
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         lines = (self.take_rest() + data[:end]).splitlines(keepends=True) if end else []
         self._rest.append(data[end:])
-        return lines
+        self._size += len(data) - end
+        return lines + ([self.take_rest()] if self._longest is not None and self._size >= self._longest else [])
 
     def take_rest(self) -> bytes:
         """Returns what has no end of line yet, and forgets it."""
-        rest, self._rest = b"".join(self._rest), []
+        rest, self._rest, self._size = b"".join(self._rest), [], 0
         return rest
 
 
