@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import secrets
 import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -130,8 +130,7 @@ class SpawnContext:
         for rank, report in list(self._reports.items()):
             try:
                 if report.poll():
-                    text, is_consequence = report.recv()
-                    self._failure.reported(rank, text, is_consequence, now_s)
+                    self._failure.reported(rank, **json.loads(report.recv()), now_s=now_s)
             except EOFError:
                 self._reports.pop(rank).close()
         for rank, process in list(self._running.items()):
@@ -165,7 +164,7 @@ def _run(
         fn(rank, *args)
         basics.shutdown()  # a forked process runs no exit handlers
     except Exception as error:
-        report.send((traceback.format_exc(), basics.is_consequence(error)))
+        report.send(basics.describe_failure(error))
         report.close()
         sys.exit(1)
 

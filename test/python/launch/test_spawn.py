@@ -50,7 +50,7 @@ def test_the_rank_that_failed_first_is_named_with_its_traceback():
     with pytest.raises(RuntimeError) as raised:
         farandole.spawn(fail, nprocs=2)
     lines = str(raised.value).splitlines()
-    assert lines[0] == "rank 1 failed first, with exit code 1"
+    assert lines[0].startswith("rank 1 failed first, with exit code 1; pid ")
     assert lines[1].startswith("Traceback") and lines[-1] == "KeyError: 'broken'"
 
 

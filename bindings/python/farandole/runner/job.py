@@ -25,7 +25,7 @@ from typing import IO, Any, TypeGuard
 
 from farandole.runner import supervisor
 from farandole.runner.options import Options
-from farandole.runner.output import MAX_LINE_BYTES, FirstFailure, Line, LineSplitter, Writer
+from farandole.runner.output import MAX_LINE_BYTES, FirstFailure, Line, LineSplitter, Writer, list_ranks
 from farandole.runner.supervisor import Channel, Message, start_thread
 
 _TICK_S = 0.05
@@ -363,10 +363,9 @@ class Job:
         why = self.find_unstarted()
         if not why and now_s >= self._start_by_s:
             count = self.options.np
-            missing = [str(rank) for rank in range(count) if rank not in self.peers]
-            ranks = ", ".join(missing[:8]) + ", ..." * (len(missing) > 8)
+            missing = [rank for rank in range(count) if rank not in self.peers]
             limit = f"{self.options.start_timeout_s:g} s (--start-timeout)"
-            why = f"{len(missing)} of {count} ranks did not start within {limit}: {ranks}"
+            why = f"{len(missing)} of {count} ranks did not start within {limit}: {list_ranks(missing)}"
         if why:
             self.writer.say(why)
             self.code = 1
