@@ -31,7 +31,7 @@ class FakeLauncher:
             port = listener.getsockname()[1]
             said = {
                 "token": "t", "addresses": [f"127.0.0.1:{port}"], "runs_function": runs_function,
-                "tmpdirs": ["/of/mpirun", "/of/the/ranks"],
+                "tmpdirs": ["/of/mpirun", "/of/the/ranks"], "environment": {"of-the.job": "two\nlines"},
             }  # fmt: skip
             environment = CLEAN | variables | {
                 supervisor.VARIABLE: json.dumps(said), "OMPI_COMM_WORLD_RANK": str(rank),
@@ -144,6 +144,12 @@ def test_the_program_has_the_temporary_folder_of_its_host(start, given, expected
     assert supervised.until_exit() == (f"{expected}\n".encode(), b"", 0)
 
 
+def test_the_program_has_variables_that_mpirun_does_not_forward(start):
+    supervised = start("printenv", "of-the.job")
+    supervised.message()
+    assert supervised.until_exit() == (b"two\nlines\n", b"", 0)
+
+
 def test_without_a_launcher_it_becomes_the_program():
     environment = {name: value for name, value in os.environ.items() if name != supervisor.VARIABLE}
     command = [sys.executable, "-I", "-S", FILE, "sh", "-c", "echo $0; exit 6", "itself"]
@@ -154,7 +160,7 @@ def test_without_a_launcher_it_becomes_the_program():
 def test_a_launcher_that_cannot_be_reached_is_reported_with_the_reason():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    said = {"token": "t", "addresses": [f"127.0.0.1:{port}"], "runs_function": False, "tmpdirs": [None] * 2}
+    said = {"token": "t", "addresses": [f"127.0.0.1:{port}"], "runs_function": False, "tmpdirs": [None] * 2, "environment": {}}
     environment = os.environ | {supervisor.VARIABLE: json.dumps(said), "OMPI_COMM_WORLD_RANK": "0"}
     done = subprocess.run(
         [sys.executable, "-I", "-S", FILE, "true"],

@@ -34,8 +34,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any, NamedTuple, NoReturn
 
-# JSON, for supervisors under mpirun: the job's token, the launcher's addresses, and whether each rank runs a
-# function that it reads from its stdin.
+# JSON, for supervisors under mpirun: the job's token, the launcher's addresses, whether each rank runs a function
+# that it reads from its stdin, and variables that mpirun does not forward to other hosts.
 VARIABLE = "_FARANDOLE_RUN"
 # Files that the program opens to write: a function's result; lines of JSON that say why the rank fails.
 RESULT_VARIABLE, REPORT_VARIABLE = "_FARANDOLE_RESULT", "_FARANDOLE_REPORT"
@@ -430,6 +430,7 @@ def _survive(handler: Callable[..., None]) -> None:
 def run_one(job: dict[str, Any], command: Sequence[str]) -> NoReturn:
     """A supervisor of mpirun's: runs the program of one rank."""
     restore_tmpdir(*job["tmpdirs"])
+    os.environ.update(job["environment"])
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMIX_RANK"])
     threads = limit_threads(int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or 1))
     channel = connect_or_exit(job["addresses"])
