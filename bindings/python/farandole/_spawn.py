@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import secrets
 import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -55,13 +55,14 @@ def spawn(
     key, listener = secrets.token_bytes(32), socket.create_server(("127.0.0.1", 0), backlog=nprocs)
     address = "{}:{}".format(*listener.getsockname())
     ranks, reports = [], []
+    parent = None if start_method == "forkserver" else os.getpid()
     has_threads = bool(os.environ.get(supervisor.THREADS))
     supervisor.limit_threads(nprocs)
     try:
         for rank in range(nprocs):
             ours, theirs = context.Pipe(duplex=False)
             place = (rank, nprocs, address, key, listener if rank == 0 else None)
-            process = context.Process(target=_run, args=(fn, args, place, theirs), daemon=daemon)  # type: ignore[attr-defined]
+            process = context.Process(target=_run, args=(fn, args, place, theirs, parent), daemon=daemon)  # type: ignore[attr-defined]
             process.start()
             theirs.close()
             ranks.append(process)
@@ -130,8 +131,7 @@ class SpawnContext:
         for rank, report in list(self._reports.items()):
             try:
                 if report.poll():
-                    text, is_consequence = report.recv()
-                    self._failure.reported(rank, text, is_consequence, now_s)
+                    self._failure.reported(rank, **json.loads(report.recv()), now_s=now_s)
             except EOFError:
                 self._reports.pop(rank).close()
         for rank, process in list(self._running.items()):
@@ -155,19 +155,34 @@ class SpawnContext:
 
 def _run(
     fn: Callable[..., Any], args: Sequence[Any], place: tuple[int, int, str, bytes, socket.socket | None],
-    report: connection.Connection,
+    report: connection.Connection, parent: int | None,
 ) -> None:  # fmt: skip
     """One rank: reports the error that ends it."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    _end_with(parent)
     rank, size, address, key, listener = place
     take_place({"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size}, address, key, listener)
     try:
         fn(rank, *args)
         basics.shutdown()  # a forked process runs no exit handlers
     except Exception as error:
-        report.send((traceback.format_exc(), basics.is_consequence(error)))
+        report.send(basics.describe_failure(error))
         report.close()
         sys.exit(1)
+
+
+def _end_with(parent: int | None) -> None:
+    """Has the kernel end this process when its parent ends, which may have ended already.
+
+    Args:
+        parent: None: a fork server, which ends after the process that called :func:`spawn`.
+    """
+    import multiprocessing
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    caller = multiprocessing.parent_process()
+    has_ended = os.getppid() != parent if parent else caller is not None and not caller.is_alive()
+    if has_ended:
+        signal.raise_signal(signal.SIGTERM)
 
 
 def take_place(numbers: Mapping[str, int], address: str, key: bytes, listener: socket.socket | None) -> None:

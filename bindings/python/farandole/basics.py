@@ -596,17 +596,29 @@ def _is_consequence(error: type[BaseException], facts: Mapping[str, Any]) -> boo
     return not is_own and (bool(failed_ranks) or issubclass(error, (AbortedError, PeerLostError)))
 
 
-def _report(text: str, is_consequence: bool, facts: Mapping[str, Any]) -> None:
-    """Tells ``farandolerun`` what ends this rank, so that it names the one that failed first.
-
-    Args:
-        facts: What the error knows of that one.
-    """
+def _report(report: str) -> None:
+    """Tells ``farandolerun`` what ends this rank, so that it names the one that failed first."""
     if pathlib.Path(_Process.report_path).is_fifo():  # a name of /proc, which in a container can be another file's
         with contextlib.suppress(OSError), open(_Process.report_path, "w") as file:
-            report = {"text": text, "is_consequence": is_consequence, "facts": dict(facts)}
-            file.write(json.dumps(report, default=str) + "\n")
+            file.write(report + "\n")
     _Process.report_path = ""
+
+
+def _make_report(text: str, is_consequence: bool, facts: Mapping[str, Any]) -> str:
+    report = {"text": text, "is_consequence": is_consequence, "facts": dict(facts)}
+    return json.dumps(report, default=str)
+
+
+def describe_failure(error: BaseException, text: str = "") -> str:
+    """What a launcher wants to know of the error that ends this rank: the arguments of FirstFailure.reported, as JSON.
+
+    Args:
+        text: The traceback; the default makes one.
+    """
+    cause = _of_engine(error)
+    facts = {"cause": _in_a_line(error)} if cause is None else vars(cause)
+    facts = {**facts, "is_shared": isinstance(cause, MismatchError)}
+    return _make_report(text or "".join(traceback.format_exception(error)), is_consequence(error), facts)
 
 
 def _of_engine(error: BaseException) -> HorovodInternalError | None:
@@ -640,9 +652,7 @@ def _why_it_ends() -> tuple[int, str]:
 
 
 def _report_uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    cause = _of_engine(error)
-    text = "".join(traceback.format_exception(kind, error, trace))
-    _report(text, is_consequence(error), {"cause": _in_a_line(error)} if cause is None else vars(cause))
+    _report(describe_failure(error, "".join(traceback.format_exception(kind, error, trace))))
     _Process.show_uncaught(kind, error, trace)
 
 
@@ -664,9 +674,21 @@ def _become_inert() -> None:
 os.register_at_fork(after_in_child=_become_inert)
 
 
+def _job_goes_on() -> bool:
+    """Whether collectives still work, so that the errors there have been were handled."""
+    context = find()
+    try:
+        if context is not None:
+            context.core.raise_if_ended()
+    except HorovodInternalError:
+        return False
+    return context is not None
+
+
 def _leave_at_exit() -> None:
-    if exceptions.latest and _is_consequence(*exceptions.latest):
-        _report("", True, exceptions.latest[1])  # where the program caught it, and ends with a code of its own
+    if exceptions.latest and not _job_goes_on() and _is_consequence(*exceptions.latest):
+        # Where the program caught it, and ends with a code of its own.
+        _report(_make_report("", True, exceptions.latest[1]))
     try:
         _close(at_exit=True)
     except HorovodInternalError as error:

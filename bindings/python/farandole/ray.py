@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import socket
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -78,8 +78,8 @@ class _Rank:
     def call(
         self, fn: Callable[..., Any], args: Sequence[Any], numbers: Mapping[str, int], address: str, key: bytes,
         devices: str,
-    ) -> tuple[Any, str, bool]:  # fmt: skip
-        """What ``fn`` returned; or the text of its error, and whether that comes of another rank's failure."""
+    ) -> tuple[Any, str]:  # fmt: skip
+        """What ``fn`` returned, or what :func:`basics.describe_failure` says of its error."""
         if devices:
             os.environ[_VISIBLE] = devices
         take_place(numbers, address, key, getattr(self, "_listener", None))
@@ -87,8 +87,8 @@ class _Rank:
             result = fn(*args)
             basics.shutdown()
         except Exception as error:
-            return None, traceback.format_exc(), basics.is_consequence(error)
-        return result, "", False
+            return None, basics.describe_failure(error)
+        return result, ""
 
 
 class _Worker:
@@ -134,14 +134,14 @@ def _collect(workers: Sequence[_Worker], calls: dict[Any, int]) -> list[Any]:
         for call in done:
             rank, now_s = calls.pop(call), time.monotonic()
             try:
-                results[rank], text, is_consequence = ray.get(call)
+                results[rank], report = ray.get(call)
             except ray.exceptions.RayError as error:
                 failure.reported(rank, str(error) + "\n", False, now_s)
                 failure.ended(rank, 1, now_s, lost_host=workers[rank].host)
                 continue
-            if text:
-                failure.reported(rank, text, is_consequence, now_s)
-            failure.ended(rank, int(bool(text)), now_s)
+            if report:
+                failure.reported(rank, **json.loads(report), now_s=now_s)
+            failure.ended(rank, int(bool(report)), now_s)
         failure.tick(time.monotonic())
     failure.finish()
     if failure.rank is not None:

@@ -101,10 +101,22 @@ def test_output_files_hold_what_each_rank_wrote(tmp_path):
     }
 
 
-def test_a_line_longer_than_any_buffer_stays_whole():
-    script = "import sys; sys.stdout.write('x' * 3_000_000 + '\\n')"
-    done = launch("-np", 2, PYTHON, "-S", "-c", script)
-    assert [len(line) for line in done.stdout.splitlines()] == [3_000_004] * 2
+@pytest.mark.parametrize("ranks, size", [(2, 1_000_000), (1, 5_000_000)])  # of one rank nothing can come between
+def test_a_line_longer_than_any_buffer_stays_whole(ranks, size):
+    script = f"import sys; sys.stdout.write('x' * {size} + '\\n')"
+    done = launch("-np", ranks, PYTHON, "-S", "-c", script)
+    assert [len(line) for line in done.stdout.splitlines()] == [size + 4] * ranks
+
+
+def test_a_line_without_an_end_is_shown_while_it_grows():
+    script = "import sys; sys.stdout.write('x' * 3_000_000); sys.stdout.flush(); print(sys.stdin.readline(), end='')"
+    job = start("-np", 1, PYTHON, "-S", "-c", script)
+    try:
+        assert len(job.stdout.read(2_000_000)) == 2_000_000
+        out, _ = job.communicate("end\n", timeout=60)
+    finally:
+        job.kill()
+    assert (job.returncode, out.strip("x")) == (0, "end\n")
 
 
 def test_stderr_comes_while_a_rank_handles_an_exception():
@@ -258,6 +270,20 @@ except Exception:
     assert "farandolerun: rank 1 failed first, with exit code 1; pid " in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize(("code", "said"), [(0, ""), (3, "farandolerun: rank 0 failed first, with exit code 3\n")])
+def test_an_error_that_every_rank_has_handled_is_not_told(code, said):
+    """Nor is it the reason of a later end."""
+    script = PRELUDE + f"""
+try:
+    fl.allgather_object((i for i in "ab") if fl.rank() == 1 else 5)
+except Exception:
+    fl.allreduce(np.ones(1))
+    sys.exit({code} if fl.rank() == 0 else 0)
+"""
+    done = launch("-np", 2, PYTHON, "-c", script)
+    assert (done.returncode, done.stderr) == (code, said)
+
+
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL, signal.SIGTERM])
 def test_death_by_a_signal_is_128_and_its_number(number):
     script = f"if [ {RANK} = 1 ]; then kill -{int(number)} $$; else exec sleep 60; fi"
@@ -382,10 +408,16 @@ ELSEWHERE = 'host=$1; shift; exec env -i HOST_MARK="$host" HOME="$HOME" PATH=/us
 
 def test_ranks_on_other_hosts_get_the_environment_without_mpirun(tmp_path):
     script = f"echo {RANK} $HOST_MARK $FARANDOLE_WINDOW $MY_OWN $SSH_MARK; exit {RANK}"
-    variables = {"FARANDOLE_WINDOW": "3", "MY_OWN": "a  b", "SSH_MARK": "here"}
+    variables = {"FARANDOLE_WINDOW": "3", "MY_OWN": "a  \n b", "SSH_MARK": "here"}
     done = launch("-H", "far-a:1,far-b:1", "sh", "-c", script, **variables, **agent(tmp_path, ELSEWHERE))
     assert lines_of(done.stdout) == ["[0] 0 far-a 3 a b", "[1] 1 far-b 3 a b"], done.stderr
     assert done.returncode == 1 and "rank 1 failed first" in done.stderr
+
+
+def test_variables_with_unusual_names_reach_other_hosts_too(tmp_path):
+    unusual = {"my-own.name": "a  b\nc", "f()": "\xe4"}
+    done = launch("-H", "far:1", "printenv", *unusual, **unusual, **agent(tmp_path, ELSEWHERE))
+    assert done.stdout == "[0] a  b\n[0] c\n[0] \xe4\n", done.stderr
 
 
 @pytest.mark.parametrize("hosts", ["localhost:1,far:2", "far:2,localhost:1"])

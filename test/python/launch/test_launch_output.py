@@ -7,6 +7,7 @@ import pytest
 
 from farandole.runner.output import (
     CONSEQUENCES_AFTER_S,
+    MAX_LINE_BYTES,
     REPORT_AFTER_S,
     FirstFailure,
     Line,
@@ -108,7 +109,35 @@ def test_what_the_first_error_knows_is_said_at_once_above_the_tracebacks(play, i
 def test_ranks_that_wait_for_different_operations_are_not_said_to_have_failed(play):
     cause = "ranks wait for different operations, and none can go on"
     play.failure.reported(1, "", True, 1.0, {"failed_ranks": [0, 1], "cause": cause, "kind": "diverged"})
+    play.ends(1, 1, 1.1)
     assert play.shown == [f"farandolerun: {cause}"]
+
+
+def test_an_error_that_the_program_handles_is_not_told(play):
+    for rank in (0, 2):  # they end with 0; rank 1 raised the error for them
+        play.failure.reported(rank, "", True, 1.0, {"failed_ranks": [1], "cause": "TypeError: cannot pickle"})
+    for rank in range(3):
+        play.ends(rank, 0, 1.1)
+    assert play.failure.finish() is None
+    assert play.shown == []
+
+
+@pytest.mark.parametrize("facts", [
+    {"failed_ranks": []}, {"failed_ranks": [0, 1, 2], "kind": "diverged", "cause": "ranks wait"},
+])  # fmt: skip
+def test_of_an_error_that_all_ranks_raise_no_rank_is_blamed(play, facts):
+    text = "".join(text + "\n" for text in [*TRACEBACK, "MismatchError: shapes differ"])
+    for rank in (2, 0, 1):
+        play.failure.reported(rank, text, False, 1.0 + rank / 100, facts | {"is_shared": True})
+    for rank in (2, 0, 1):
+        play.writes(rank, text.splitlines())
+        play.ends(rank, 1, 1.1)
+    play.failure.tick(1.1 + REPORT_AFTER_S)
+    assert play.shown[0] == "farandolerun: MismatchError: shapes differ"
+    assert play.blamed() == [
+        "no rank failed first: ranks 0, 1, 2 ended by the same error, with exit code 1; as rank 0 wrote it:"
+    ]
+    assert play.shown[-1] == "[0] MismatchError: shapes differ" and play.failure.finish() == 1
 
 
 def test_of_an_error_with_many_lines_the_first_is_said(play):
@@ -205,11 +234,12 @@ def test_lines_come_out_whole_however_they_are_split():
     assert splitter.take_rest() == b"end"
 
 
-def test_a_line_of_ten_megabytes_stays_whole():
-    splitter = LineSplitter()
-    for _ in range(160):
-        assert splitter.add(b"x" * 65536) == []
-    assert [len(line) for line in splitter.add(b"\n")] == [160 * 65536 + 1]
+def test_a_line_without_an_end_is_passed_on_after_its_limit():
+    splitter = LineSplitter(MAX_LINE_BYTES)
+    for _ in range(2):
+        assert splitter.add(b"x" * (MAX_LINE_BYTES - 1)) == []
+        assert splitter.add(b"x") == [b"x" * MAX_LINE_BYTES]
+    assert splitter.add(b"end\n") == [b"end\n"]
 
 
 def test_a_progress_bars_lines_end_with_a_carriage_return():

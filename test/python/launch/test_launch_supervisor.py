@@ -47,6 +47,7 @@ def start_for_mpirun(address, *program, runs_function=False, version=supervisor.
     said = {
         "version": version, "token": "t", "addresses": [address], "machine": supervisor.machine(),
         "runs_function": runs_function, "tmpdirs": ["/of/mpirun", "/of/the/ranks"],
+        "environment": {"of-the.job": "two\nlines"},
     }  # fmt: skip
     environment = CLEAN | variables | {supervisor.VARIABLE: json.dumps(said)}
     command = [sys.executable, "-I", "-S", FILE, *program]
@@ -163,6 +164,12 @@ def test_the_program_has_the_temporary_folder_of_its_host(start, given, expected
     supervised = start("sh", "-c", "echo $TMPDIR", TMPDIR=given)
     supervised.message()
     assert supervised.until_exit() == (f"{expected}\n".encode(), b"", 0)
+
+
+def test_the_program_has_variables_that_mpirun_does_not_forward(start):
+    supervised = start("printenv", "of-the.job")
+    supervised.message()
+    assert supervised.until_exit() == (b"two\nlines\n", b"", 0)
 
 
 def test_without_a_launcher_it_becomes_the_program():
@@ -333,11 +340,13 @@ def test_threads_share_the_cores_unless_the_user_says_how_many(start, given, ran
 class FakeHost:
     """Starts the supervisor of a host as the launcher does, and reads its messages one by one."""
 
+    SUPERVISOR = (sys.executable, "-I", "-S", FILE)
+
     def __init__(self, *command, ranks=(2, 3), size=4, **start):
         ours, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", FILE], env=CLEAN, stdin=theirs, stdout=theirs, start_new_session=True
+                self.SUPERVISOR, env=CLEAN, stdin=theirs, stdout=theirs, start_new_session=True
             )
         self.channel = supervisor.Channel.over(ours)
         self.send(supervisor.CONNECT, {"version": supervisor.PROTOCOL, "key": "ab" * 32, "id": 7, "addresses": []})
@@ -436,14 +445,29 @@ def test_a_host_ends_all_that_its_ranks_started_when_the_launcher_is_gone(start_
         assert ended
 
 
-def test_the_kernel_ends_the_programs_of_a_supervisor_that_is_killed(start_host):
-    host = start_host("sh", "-c", "echo $$; exec sleep 600", ranks=[1])
-    while (message := host.channel.receive()).kind != supervisor.OUT:
+@pytest.mark.parametrize("script", ["echo $$; exec sleep 600", "sleep 600 & echo $!; wait"], ids=["it", "its child"])
+@pytest.mark.parametrize("starts", ["start", "start_host"], ids=["mpirun", "host"])
+def test_programs_end_with_a_supervisor_that_is_killed(request, starts, script):
+    one = request.getfixturevalue(starts)("sh", "-c", script)
+    while (message := one.channel.receive()).kind != supervisor.OUT:
         pass
     program = os.pidfd_open(int(message.payload))
-    host.process.kill()
+    one.process.kill()
     assert select.select([program], [], [], 30)[0]
     os.close(program)
+
+
+def test_a_program_whose_supervisor_was_killed_before_the_kernel_knew_ends(monkeypatch):
+    monkeypatch.setattr(os, "getppid", lambda: 1)  # who takes the program over
+    program = supervisor.Program(1, ["sleep", "5"], {}, has_input=False, leads_group=True)
+    assert program.finish() == -signal.SIGKILL
+
+
+def test_a_kernel_without_pidfds_and_a_python_without_them_will_do(start_host, monkeypatch):
+    lacking = f"import os, runpy; del os.pidfd_open; runpy.run_path({FILE!r}, run_name='__main__')"
+    monkeypatch.setattr(FakeHost, "SUPERVISOR", [sys.executable, "-I", "-S", "-c", lacking])
+    host = start_host("sh", "-c", "echo up; exit 3", ranks=[1])
+    assert host.until_the_end() == ({1: b"up\n"}, {1: 3})
 
 
 def test_a_rank_that_ends_badly_takes_what_it_started_along(start_host):
@@ -469,6 +493,14 @@ def pair():
 
 def message_of(kind, payload):
     return supervisor.HEADER.pack(kind, 3, 0.0, len(payload)) + payload
+
+
+def test_a_clock_that_is_set_back_does_not_mix_a_ranks_output():
+    def said(text, time_s):
+        return supervisor.Message(supervisor.OUT, text, time_s)
+
+    found = [("a", said(b"1", 9.0)), ("a", said(b"2", 5.0)), ("b", said(b"3", 7.0)), ("a", said(b"4", 6.0))]
+    assert b"".join(message.payload for _, message in job.in_order(found)) == b"3124"
 
 
 def test_messages_come_out_whole_however_they_are_split(pair):

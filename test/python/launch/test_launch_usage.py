@@ -34,7 +34,7 @@ WRONG = [
      'argument --cycle-time-ms: "x" is not a number of milliseconds from 0'),
     (["-np", "2", "--autotune-gaussian-process-noise", "1.5", "true"],
      'argument --autotune-gaussian-process-noise: "1.5" is not a number from 0 to 1'),
-    (["--host-discovery-script", "./fails", "true"], '--host-discovery-script "./fails" ended with exit code 3'),
+    (["--host-discovery-script", "./fails", "true"], '--host-discovery-script "./fails" ended with exit code 3: no such list'),
     (["--host-discovery-script", "./absent", "true"],
      '--host-discovery-script "./absent" cannot be run: No such file or directory'),
     (["-np", "2", "--config-file", "absent.yaml", "true"],
@@ -74,7 +74,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "slip.yaml").write_text("params:\n  fusion_treshold_mb: 3\n")
     (tmp_path / "section.yaml").write_text("timelines:\n  filename: x\n")
     (tmp_path / "value.yaml").write_text("params:\n  fusion_threshold_mb: much\n")
-    (tmp_path / "fails").write_text("#!/bin/sh\nexit 3\n")
+    (tmp_path / "fails").write_text("#!/bin/sh\necho no such list >&2; exit 3\n")
     (tmp_path / "fails").chmod(0o755)
     monkeypatch.chdir(tmp_path)
     for name in list(os.environ):
@@ -239,13 +239,14 @@ def test_other_hosts_get_the_environment_but_what_belongs_to_a_host(folder):
         "SSH_AUTH_SOCK": "s",
         "TMPDIR": "t",
         "OMPI_MCA_btl": "tcp",
-        "A B": "1",
     }
-    command = words("-H a:2,b:2", **passed, **kept)
+    beside = {"A B": "1", "f()": "()", "TWO_LINES": "1\n2"}
+    command = words("-H a:2,b:2", **passed, **kept, **beside)
     named = {word for before, word in zip(command.split(), command.split()[1:]) if before == "-x"}
     assert named == {*passed, supervisor.VARIABLE}
     assert "-np 4 -H a:2,b:2" in command and "--prefix /opt/a" in command
     assert "--oversubscribe" not in command
+    assert mpirun._find_unusual(passed | kept | beside) == beside
 
 
 def test_each_open_mpi_gets_its_own_words(folder):
@@ -309,7 +310,7 @@ def test_other_hosts_are_reached_by_ssh_which_asks_nothing(folder):
 
 
 def test_a_slurm_allocation_says_hosts_and_tasks(folder, monkeypatch):
-    (folder / "scontrol").write_text("#!/bin/sh\nprintf 'n1\nn2\nn3\n'\n")
+    (folder / "scontrol").write_text("#!/bin/sh\n[ \"$3\" = 'n[1-3]' ] || { echo no $3 >&2; exit 1; }; printf 'n1\nn2\nn3\n'\n")
     (folder / "scontrol").chmod(0o755)
     allocation = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "4(x2),1"}
     for name, value in (allocation | {"PATH": f"{folder}:{os.environ['PATH']}"}).items():
@@ -317,6 +318,9 @@ def test_a_slurm_allocation_says_hosts_and_tasks(folder, monkeypatch):
     options = cli.parse(["true"])
     assert (options.hosts, options.np, options.is_slurm) == ((("n1", 4), ("n2", 4), ("n3", 1)), 9, True)
     assert cli.parse(["-H", "a:2", "true"]).hosts == (("a", 2),)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "gone")
+    with pytest.raises(hosts.UsageError, match='^SLURM_JOB_NODELIST="gone" cannot be read: no gone$'):
+        cli.parse(["true"])
 
 
 @pytest.mark.mpi

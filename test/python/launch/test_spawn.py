@@ -2,6 +2,9 @@
 
 import multiprocessing
 import os
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -50,7 +53,7 @@ def test_the_rank_that_failed_first_is_named_with_its_traceback():
     with pytest.raises(RuntimeError) as raised:
         farandole.spawn(fail, nprocs=2)
     lines = str(raised.value).splitlines()
-    assert lines[0] == "rank 1 failed first, with exit code 1"
+    assert lines[0].startswith("rank 1 failed first, with exit code 1; pid ")
     assert lines[1].startswith("Traceback") and lines[-1] == "KeyError: 'broken'"
 
 
@@ -82,6 +85,34 @@ def test_spawn_leaves_no_descriptors_and_no_variables():
     before = state()
     start()
     assert state() == before
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_ranks_end_if_their_parent_is_killed_before_they_run(tmp_path, method):
+    script = tmp_path / "job.py"
+    script.write_text(f"""
+import os, pathlib, signal, time
+import farandole
+
+def kill(pid):  # in a rank, as the arguments come
+    os.kill(pid, signal.SIGKILL)
+    stat = pathlib.Path(f"/proc/{{pid}}/stat")
+    while stat.exists() and stat.read_text().split()[2] != "Z":
+        time.sleep(0.01)
+
+class Deadly:
+    def __reduce__(self):
+        return kill, (os.getpid(),)
+
+def wait(rank, _):
+    print("ran", flush=True)
+    time.sleep(30)
+
+if __name__ == "__main__":
+    farandole.spawn(wait, (Deadly(),), nprocs=1, start_method="{method}")
+""")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=25)  # until none writes
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
 
 
 def test_a_rank_cannot_spawn(monkeypatch):

@@ -353,7 +353,8 @@ def _run_script(script: str, flag: str) -> str:
             check=True,
         )  # fmt: skip
     except subprocess.CalledProcessError as error:
-        raise UsageError(f'{flag} "{script}" ended with exit code {error.returncode}') from error
+        said = f": {error.stderr.strip()}" if error.stderr.strip() else ""
+        raise UsageError(f'{flag} "{script}" ended with exit code {error.returncode}{said}') from error
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f'{flag} "{script}" cannot be run: {reason}') from error

@@ -61,7 +61,8 @@ def slurm_hosts(environment: Mapping[str, str]) -> list[Host]:
         command = ["scontrol", "show", "hostnames", nodes]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        raise UsageError(f'SLURM_JOB_NODELIST="{nodes}" cannot be read: {error}') from error
+        why = getattr(error, "stderr", None) or str(error)  # what it has said, if it ran
+        raise UsageError(f'SLURM_JOB_NODELIST="{nodes}" cannot be read: {why.strip()}') from error
     counts: list[int] = []  # of "4(x3),2": 4 tasks on each of three nodes, 2 on the next
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_TASKS_PER_NODE", "")):
         counts += [int(count)] * int(times or 1)

@@ -26,7 +26,7 @@ from typing import IO, Any
 from farandole.runner import supervisor
 from farandole.runner.acceptor import Acceptor
 from farandole.runner.options import Options
-from farandole.runner.output import FirstFailure, Line, LineSplitter, Writer
+from farandole.runner.output import MAX_LINE_BYTES, FirstFailure, Line, LineSplitter, Writer, list_ranks
 from farandole.runner.supervisor import Channel, Message, start_thread
 
 _TICK_S = 0.05
@@ -89,7 +89,7 @@ class Peer:
         self.is_open = True
         self.has_ended = False  # the program
         self.function = io.BytesIO(function or b"")  # what is left of the function that it runs
-        self.splitters = {supervisor.OUT: LineSplitter(), supervisor.ERR: LineSplitter()}
+        self.splitters = {kind: LineSplitter(MAX_LINE_BYTES) for kind in (supervisor.OUT, supervisor.ERR)}
         self.reports = LineSplitter()
 
 
@@ -305,7 +305,7 @@ class Job:
                 data = os.read(0, supervisor.INPUT_BYTES)
             except OSError:
                 data = b""  # it is closed, or a terminal that has gone or is another job's
-            if data.endswith(b"\n"):
+            if self._shows_prompts and data.endswith(b"\n"):  # the terminal shows it
                 self.writer.end_open_line()
         peer.channel.send(supervisor.INPUT, data, peer.rank)
 
@@ -321,7 +321,7 @@ class Job:
         time.sleep(0.0 if is_busy or found[0][1].kind in _URGENT else _GATHER_S)
         found += [self._queue.get() for _ in range(self._queue.qsize())]
         self._active_s = time.monotonic()
-        return sorted(found, key=lambda item: item[1].time_s)
+        return in_order(found)
 
     def _take(self, source: Channel | str, message: Message) -> None:
         kind, payload, _, rank = message
@@ -466,10 +466,9 @@ class Job:
         why = self.find_unstarted()
         if not why and now_s >= self._start_by_s:
             count = self.options.np
-            missing = [str(rank) for rank in range(count) if rank not in self.peers]
-            ranks = ", ".join(missing[:8]) + ", ..." * (len(missing) > 8)
+            missing = [rank for rank in range(count) if rank not in self.peers]
             limit = f"{self.options.start_timeout_s:g} s (--start-timeout)"
-            why = f"{len(missing)} of {count} ranks did not start within {limit}: {ranks}"
+            why = f"{len(missing)} of {count} ranks did not start within {limit}: {list_ranks(missing)}"
             if self._acceptor is not None and self._acceptor.refused:
                 why += f"; connections refused: {self._acceptor.refused}"
         if why:
@@ -487,3 +486,13 @@ class Job:
         if message:
             self.writer.say(message)
         return code or int(self.writer.is_incomplete)
+
+
+def in_order(found: Sequence[tuple[Channel | str, Message]]) -> list[tuple[Channel | str, Message]]:
+    """Messages by their times, but those of one sender as they came, whatever has become of its clock meanwhile."""
+    latest_s: dict[Channel | str, float] = {}
+    times_s = []
+    for source, message in found:
+        latest_s[source] = max(message.time_s, latest_s.get(source, -math.inf))
+        times_s.append(latest_s[source])
+    return [found[place] for place in sorted(range(len(found)), key=times_s.__getitem__)]

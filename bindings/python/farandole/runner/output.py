@@ -10,12 +10,13 @@ import os
 import pathlib
 import signal
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
 REPORT_AFTER_S = 0.25  # after a bad end: messages of what happened before it may still arrive
 CONSEQUENCES_AFTER_S = 5.0  # the same, while nothing but consequences of another failure is known
 MAX_ERROR_LINES = 200
+MAX_LINE_BYTES = 1 << 20  # of a line that has no end yet; then what there is of it is shown
 _RECENT_LINES = 10_000
 _ENDS = ("killed", "exited", "out of memory")
 
@@ -25,25 +26,32 @@ class Line(NamedTuple):
 
     rank: int | str
     is_error: bool
-    text: bytes  # with its end; without one only where a prompt waits for input
+    text: bytes  # with its end; without one where a prompt waits for input, and of a line that has become long
 
 
 class LineSplitter:
-    """Splits one stream into lines of any length: at \\n, \\r\\n and a progress bar's \\r."""
+    """Splits one stream into lines: at \\n, \\r\\n and a progress bar's \\r.
 
-    def __init__(self) -> None:
+    Args:
+        longest: Bytes without an end of line that are kept; None: any number.
+    """
+
+    def __init__(self, longest: int | None = None) -> None:
+        self._longest = longest
         self._rest: list[bytes] = []
+        self._size = 0  # of the rest
 
     def add(self, data: bytes) -> list[bytes]:
-        """Returns the lines that are complete now."""
+        """Returns the lines that are complete now, and what there is of one that has become too long."""
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         lines = (self.take_rest() + data[:end]).splitlines(keepends=True) if end else []
         self._rest.append(data[end:])
-        return lines
+        self._size += len(data) - end
+        return lines + ([self.take_rest()] if self._longest is not None and self._size >= self._longest else [])
 
     def take_rest(self) -> bytes:
         """Returns what has no end of line yet, and forgets it."""
-        rest, self._rest = b"".join(self._rest), []
+        rest, self._rest, self._size = b"".join(self._rest), [], 0
         return rest
 
 
@@ -144,6 +152,11 @@ class Writer:
             self.say(f"{name} cannot be written any more: {reason}")
 
 
+def list_ranks(ranks: Sequence[int]) -> str:
+    """Their numbers, the first eight of many."""
+    return ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
+
+
 def exit_code(code: int) -> int:
     """A program's end as a shell reports it; ``code`` as subprocess has it, negative for a signal."""
     return 128 - code if code < 0 else code
@@ -158,6 +171,12 @@ class _Rank:
     lost_host: str = ""  # which does not report it any more
     is_consequence: bool = False  # of another rank's failure
     error: list[bytes] = dataclasses.field(default_factory=list)  # lines
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the attributes of the error
+
+    @property
+    def has_shared_error(self) -> bool:
+        """Whether its error is one that all ranks raise, as they disagree and none has failed by itself."""
+        return bool(self.error) and bool(self.facts.get("is_shared"))
 
     @property
     def has_failed(self) -> bool:
@@ -223,21 +242,29 @@ class FirstFailure:
     ) -> None:
         """Takes the error that ends a rank, as that reports it; ``text`` is empty if it was not uncaught.
 
-        ``facts`` are the attributes of HorovodInternalError.
+        ``facts`` are the attributes of HorovodInternalError, and "is_shared": whether all ranks raise the error. What the program caught counts once it ends the rank.
         """
         one = self._ranks[rank]
-        facts = facts or {}
-        failed = facts.get("failed_ranks") or [rank]
+        one.failed_s, one.is_consequence, one.facts = now_s, is_consequence, facts or {}
+        one.error = text.encode(errors="replace").splitlines(keepends=True)[-MAX_ERROR_LINES:]
+        if text:
+            self._tell(rank)
+
+    def _tell(self, rank: int) -> None:
+        """Takes what the error that ends a rank says of others."""
+        one = self._ranks[rank]
+        failed = one.facts.get("failed_ranks") or [rank]
         if failed[0] != rank:
-            self._told.setdefault(int(failed[0]), facts)
-        if facts.get("kind") == "diverged":  # no rank by itself
-            self._say_at_once(str(facts.get("cause")))
-        elif failed[0] != rank or (text and not is_consequence):
-            cause = str(facts.get("cause") or text.rstrip().rpartition("\n")[2])
+            self._told.setdefault(int(failed[0]), one.facts)
+        last = one.error[-1].decode(errors="replace").rstrip() if one.error else ""
+        if one.has_shared_error:
+            self._say_at_once(last)
+        elif one.facts.get("kind") == "diverged":  # no rank by itself
+            self._say_at_once(str(one.facts.get("cause")))
+        elif failed[0] != rank or (last and not one.is_consequence):
+            cause = str(one.facts.get("cause") or last)
             is_whole = cause.startswith(f"rank {failed[0]} ")
             self._say_at_once(cause if is_whole else f"rank {failed[0]} has failed: {cause}")
-        one.failed_s, one.is_consequence = now_s, is_consequence
-        one.error = text.encode().splitlines(keepends=True)[-MAX_ERROR_LINES:]
 
     def _say_at_once(self, text: str) -> None:
         if not self._has_said and self.rank is None:
@@ -255,6 +282,7 @@ class FirstFailure:
             one.failed_s = now_s
             one.is_consequence = by_mpirun and code < 0
         if code != 0:
+            self._tell(rank)
             # Of a rank that has ended, the end will come, with its exit code.
             stands_still = any(facts.get("kind") not in _ENDS for facts in self._told.values())
             wait_s = REPORT_AFTER_S if self._causes() or stands_still else CONSEQUENCES_AFTER_S
@@ -288,11 +316,18 @@ class FirstFailure:
         numbers = numbers or [number for number, one in self._ranks.items() if one.has_failed]
         self.rank = min(numbers, key=lambda number: self._ranks[number].failed_s or 0.0)
         first = self._ranks[self.rank]
+        sharing = sorted(number for number, one in self._ranks.items() if one.has_shared_error)
+        is_shared = first.has_shared_error and len(sharing) > 1
         self.message = f"rank {self.rank} {self._describe(self.rank)}"
+        if is_shared:
+            code = exit_code(first.code or 1)
+            ranks = list_ranks(sharing)
+            self.message = f"no rank failed first: ranks {ranks} ended by the same error, with exit code {code}"
         last = self._lines_of(self.rank)[-1]
         others = (self._lines_of(number)[0] for number, one in self._ranks.items() if one.error and one is not first)
         is_mixed = bool(first.error) and min(others, default=last) < last
-        self._writer.say(self.message + ("; its error once more:" if is_mixed else ""))
+        again = f"; as rank {self.rank} wrote it:" if is_shared else "; its error once more:"
+        self._writer.say(self.message + (again if is_mixed else ""))
         for text in first.error if is_mixed else ():
             self._writer.show(Line(self.rank, True, text))
 

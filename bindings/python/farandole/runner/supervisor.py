@@ -12,7 +12,7 @@ wrote), WANT (the program can take input) and EXIT (JSON). The launcher sends CO
 :func:`run_host`), INPUT (at most INPUT_BYTES for each WANT; empty: the end), SIGNAL (SIGTERM or SIGKILL for
 the programs) and, to a supervisor of mpirun's after EXIT, GO: it may end. After a bad end mpirun ends the
 other ranks then. When the channel breaks, the programs are ended; when a supervisor is killed, the kernel
-kills its programs.
+kills its programs, and :class:`Guard` what these have started.
 
 On a connection both ends first prove the token of the job, which does not travel there:
 
@@ -45,12 +45,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any, NamedTuple, NoReturn
 
 PROTOCOL = 2  # grows when messages change: launcher and supervisor must have the same
-# JSON, for supervisors under mpirun: what :func:`join_launcher` needs, and whether each rank runs a function that it
-# reads from its stdin.
+# JSON, for supervisors under mpirun: what :func:`join_launcher` needs, whether each rank runs a function that it reads
+# from its stdin, and variables that mpirun does not forward to other hosts.
 VARIABLE = "_FARANDOLE_RUN"
 # Files that the program opens to write: a function's result; lines of JSON that say why the rank fails.
 RESULT_VARIABLE, REPORT_VARIABLE = "_FARANDOLE_RESULT", "_FARANDOLE_REPORT"
 HEADER = struct.Struct("!BidI")  # kind, rank or -1, seconds since the epoch by the sender's clock, payload's bytes
+_GROUP = struct.Struct("=i")  # to a guard: a process group to watch; negative: to forget
 HELLO, OUT, ERR, EXIT, RESULT, REPORT, WANT, GO, SIGNAL, INPUT, READY, CONNECT, START = range(13)
 CHUNK_BYTES = 65536
 INPUT_BYTES = 32768  # fits into a connection's buffers, so that sending it waits for nobody
@@ -278,6 +279,47 @@ def restore_tmpdir(mpiruns: str | None, own: str | None) -> None:
         os.environ.update({} if own is None else {"TMPDIR": own})
 
 
+class Guard:
+    """A process that kills the programs' process groups if the supervisor is killed, which can do so no more.
+
+    The kernel kills each program then, but not what it has started, as a shell does. The guard sees that the pipe ends
+    of which the supervisor has the only other end. It must be made before there are threads, as it is a fork.
+    """
+
+    def __init__(self) -> None:
+        theirs, self._pipe = os.pipe()
+        if os.fork() == 0:
+            _guard(theirs)
+        os.close(theirs)
+
+    def watch(self, group: int) -> None:
+        self._send(group)
+
+    def forget(self, group: int) -> None:
+        """To be called while the group's number cannot be another's yet."""
+        self._send(-group)
+
+    def _send(self, number: int) -> None:
+        with contextlib.suppress(BrokenPipeError):  # somebody has killed it
+            os.write(self._pipe, _GROUP.pack(number))
+
+
+def _guard(pipe: int) -> NoReturn:
+    os.setsid()  # what ends the supervisor's group is not to end this
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor != pipe:  # the channel among them: it ends with the supervisor
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+    groups: set[int] = set()
+    while data := os.read(pipe, _GROUP.size):
+        (number,) = _GROUP.unpack(data)
+        (groups.add if number > 0 else groups.discard)(abs(number))
+    for group in groups:
+        with contextlib.suppress(OSError):
+            os.killpg(group, signal.SIGKILL)
+    os._exit(0)
+
+
 class Program:
     """One rank's program, started by the main thread, which the kernel kills it with.
 
@@ -306,15 +348,31 @@ class Program:
             pipe, theirs = os.pipe()
             self.kinds[pipe], environment[variable] = kind, f"/proc/{os.getpid()}/fd/{theirs}"
             self._named += pipe, theirs
-        libc = ctypes.CDLL(None)
+        prctl, supervisor = ctypes.CDLL(None).prctl, os.getpid()
+
+        def end_with_supervisor() -> None:
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != supervisor:  # it was killed before
+                signal.raise_signal(signal.SIGKILL)
+
         self.child = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=descriptors, start_new_session=leads_group,
-            preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
+            preexec_fn=end_with_supervisor,
         )  # fmt: skip
         assert self.child.stdout is not None and self.child.stderr is not None
         self.kinds |= {self.child.stdout.fileno(): OUT, self.child.stderr.fileno(): ERR}
-        self.end = os.pidfd_open(self.child.pid)
+
+    @property
+    def group(self) -> int | None:
+        """The process group of the program and of what it starts; None if others are in it."""
+        if self._leads_group:
+            return self.child.pid
+        return os.getpgrp() if _leads_own_group() else None
+
+    @property
+    def is_alive(self) -> bool:
+        return os.waitid(os.P_PID, self.child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None
 
     def read(self, pipe: int) -> bytes:
         """What there is to read of a pipe; none at its end, when it is not read any more."""
@@ -330,8 +388,7 @@ class Program:
     def send_signal(self, number: int) -> None:
         with self._ending:  # until then nobody takes the child's end, as Popen.send_signal would
             if not self.has_ended:
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(self.end, number)
+                os.kill(self.child.pid, number)
 
     def finish(self) -> int:
         """Takes the end, with all that the program started if it is a bad one. Returns its code."""
@@ -344,7 +401,7 @@ class Program:
         for stream in (self.child.stdout, self.child.stderr):
             if stream is not None:
                 stream.close()
-        for descriptor in (*self._named, self.end):
+        for descriptor in self._named:
             os.close(descriptor)
         return self.child.wait()
 
@@ -357,17 +414,25 @@ class Supervisor:
         self._programs: dict[int, Program] = {}
         self._may_leave = threading.Event()
         self.has_mpiruns_signal = False
+        self._guard = Guard()
+        # Has something to read after a signal, as when a program ends; a pidfd of each would need Linux 5.3.
+        self._signals, theirs = os.pipe()
+        os.set_blocking(theirs, False)
+        signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def start(self, rank: int, command: Sequence[str], variables: Mapping[str, str], **how: Any) -> int:
         """Starts a rank's program. Returns CANNOT_START if that cannot be, else 0."""
         try:
-            self._programs[rank] = Program(rank, command, variables, **how)
+            program = self._programs[rank] = Program(rank, command, variables, **how)
         except OSError as error:
             where = f'"{command[0]}" on {socket.gethostname()}'
             text = f"farandolerun: cannot start {where}: {error.strerror}\n"
             self._channel.send(ERR, text.encode(), rank)
             self.report_end(rank, CANNOT_START)
             return CANNOT_START
+        if program.group is not None:
+            self._guard.watch(program.group)
         return 0
 
     def run(self) -> int:
@@ -378,14 +443,22 @@ class Supervisor:
                 start_thread(self._write_input, program, program.child.stdin)
         running, code = list(self._programs.values()), 0
         while running:
-            ready = _find_readable(pipe for one in running for pipe in (*one.kinds, one.end))
+            ready = _find_readable([self._signals, *(pipe for one in running for pipe in one.kinds)])
+            if self._signals in ready:
+                os.read(self._signals, CHUNK_BYTES)
             for program in [*running]:
                 self._forward(program, ready)
-                if program.end in ready:
+                if self._signals in ready and not program.is_alive:
                     self._drain(program)
                     running.remove(program)
-                    code = program.finish()
-                    self.report_end(program.rank, code)
+                    code = self._finish(program)
+        return code
+
+    def _finish(self, program: Program) -> int:
+        if program.group is not None:
+            self._guard.forget(program.group)
+        code = program.finish()
+        self.report_end(program.rank, code)
         return code
 
     def _forward(self, program: Program, ready: set[int]) -> bool:
@@ -445,8 +518,7 @@ class Supervisor:
         owner up after some seconds. After a bad end it also decides when mpirun may know.
         """
         self._may_leave.wait()
-        leads_group = os.getpgrp() == os.getpid()  # mpirun gives each rank a group of its own
-        if leads_group and any(program.is_stopping for program in self._programs.values()):
+        if _leads_own_group() and any(program.is_stopping for program in self._programs.values()):
             os.kill(0, signal.SIGKILL)  # with all that the program started
         if code < 0:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the program left its own, if any
@@ -469,6 +541,11 @@ def start_thread(function: Callable[..., None], *arguments: object) -> threading
     return thread
 
 
+def _leads_own_group() -> bool:
+    """Whether this process's group is its own, as mpirun gives one to each rank."""
+    return os.getpgrp() == os.getpid()
+
+
 def _survive(handler: Callable[..., None]) -> None:
     for name in _SURVIVED:  # not SIG_IGN, which the program would inherit
         signal.signal(signal.Signals[name], handler)
@@ -478,6 +555,7 @@ def run_one(job: dict[str, Any], command: Sequence[str]) -> NoReturn:
     """A supervisor of mpirun's: runs the program of one rank."""
     check_version(job)
     restore_tmpdir(*job["tmpdirs"])
+    os.environ.update(job["environment"])
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMIX_RANK"])
     threads = limit_threads(int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or 1))
     channel = join_launcher(job)

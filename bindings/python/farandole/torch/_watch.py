@@ -326,7 +326,7 @@ class _Watch:
 
     def _exit(self, error: HorovodInternalError) -> None:
         self._tell("error", f"this process is inside a collective of {self._name} that cannot end, and exits")
-        basics._report(str(error), basics.is_consequence(error), vars(error))
+        basics._report(basics.describe_failure(error, str(error)))
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
