@@ -60,9 +60,9 @@ class _Pending:
 class Acceptor:
     """Accepts supervisors on a thread of its own until it is closed.
 
-    At most MAX_PENDING connections have not proven the token, each for PROOF_S. A further one takes the place of one that
-    has been there for _SLOW_S, of the oldest silent one first; the others wait in the kernel meanwhile. So strangers cost
-    no threads and keep no supervisor out: one that was dropped tries again. Thread safety: any thread.
+    At most MAX_PENDING connections have not proven the token, each for PROOF_S. A further one takes the place of one
+    that has been there for _SLOW_S, of the oldest silent one first; the others wait in the kernel meanwhile. So
+    strangers cost no threads and keep no supervisor out: one that was dropped tries again. Thread safety: any thread.
 
     Args:
         listener: Is taken over.
