@@ -160,7 +160,10 @@ def test_without_a_launcher_it_becomes_the_program():
 def test_a_launcher_that_cannot_be_reached_is_reported_with_the_reason():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    said = {"token": "t", "addresses": [f"127.0.0.1:{port}"], "runs_function": False, "tmpdirs": [None] * 2, "environment": {}}
+    said = {
+        "token": "t", "addresses": [f"127.0.0.1:{port}"], "runs_function": False, "tmpdirs": [None] * 2,
+        "environment": {},
+    }  # fmt: skip
     environment = os.environ | {supervisor.VARIABLE: json.dumps(said), "OMPI_COMM_WORLD_RANK": "0"}
     done = subprocess.run(
         [sys.executable, "-I", "-S", FILE, "true"],

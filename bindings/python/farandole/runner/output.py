@@ -252,7 +252,8 @@ class FirstFailure:
     ) -> None:
         """Takes the error that ends a rank, as that reports it; ``text`` is empty if it was not uncaught.
 
-        ``facts`` are the attributes of HorovodInternalError, and "is_shared": whether all ranks raise the error. What the program caught counts once it ends the rank.
+        What the program caught counts once it ends the rank. ``facts`` are the attributes of HorovodInternalError,
+        "is_shared": whether all ranks raise the error, and "is_of_init": whether it says that they did not meet.
         """
         one = self._ranks[rank]
         one.failed_s, one.is_consequence, one.facts = now_s, is_consequence, facts or {}
