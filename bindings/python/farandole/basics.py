@@ -617,7 +617,8 @@ def describe_failure(error: BaseException, text: str = "") -> str:
     """
     cause = _of_engine(error)
     facts = {"cause": _in_a_line(error)} if cause is None else vars(cause)
-    facts = {**facts, "is_shared": isinstance(cause, MismatchError)}
+    is_of_init = _Process.default is None and isinstance(cause, OperationTimeoutError)
+    facts = {**facts, "is_shared": isinstance(cause, MismatchError), "is_of_init": is_of_init}
     return _make_report(text or "".join(traceback.format_exception(error)), is_consequence(error), facts)
 
 

@@ -55,6 +55,13 @@ def test_ranks_find_each_other_and_each_line_carries_its_rank():
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize(("script", "count"), [("", 1), ("import farandole; farandole.init()", 0)])
+def test_programs_that_did_not_join_the_job_are_told_once(script, count):
+    done = launch("-np", 2, PYTHON, "-c", script)
+    hints = [line for line in done.stderr.splitlines() if line.startswith("farandolerun: no rank has joined the job: ")]
+    assert (done.returncode, len(hints)) == (0, count), done.stderr
+
+
 @pytest.mark.parametrize("path", ["/bin:/usr/bin", None], ids=["bin first", "empty environment"])
 def test_a_job_needs_nothing_of_its_environment(path):
     environment = {} if path is None else {"PATH": path}

@@ -146,6 +146,17 @@ def test_of_an_error_with_many_lines_the_first_is_said(play):
     assert play.shown == ["farandolerun: rank 1 has failed: RuntimeError: CUDA error: out of memory"]
 
 
+def test_of_ranks_that_did_not_meet_it_is_said_what_happened_between_whom(play):
+    error = "farandole.exceptions.OperationTimeoutError: rank 1 did not "
+    why = 'reach rank 0 at gone:1 within 5 s: the host name "gone" cannot be resolved'
+    for rank, text in {0: "join rank 0 at a:1 within 5 s", 1: why, 2: "join rank 0 at a:1 in time"}.items():
+        facts = {"failed_ranks": [], "is_of_init": True}
+        play.failure.reported(rank, f"{TRACEBACK[0]}\n{error}{text}\n", True, 1.0 + rank / 100, facts)
+        play.ends(rank, 1, 1.1)
+    play.failure.tick(1.1 + CONSEQUENCES_AFTER_S)
+    assert play.blamed() == [f"no rank failed first: rank 1 did not {why}; exit code 1"]
+
+
 @pytest.mark.parametrize("is_uncaught", [True, False])
 def test_a_consequence_is_never_first_if_another_fails_by_itself(play, is_uncaught):
     if is_uncaught:

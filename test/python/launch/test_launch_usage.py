@@ -34,7 +34,8 @@ WRONG = [
      'argument --cycle-time-ms: "x" is not a number of milliseconds from 0'),
     (["-np", "2", "--autotune-gaussian-process-noise", "1.5", "true"],
      'argument --autotune-gaussian-process-noise: "1.5" is not a number from 0 to 1'),
-    (["--host-discovery-script", "./fails", "true"], '--host-discovery-script "./fails" ended with exit code 3: no such list'),
+    (["--host-discovery-script", "./fails", "true"],
+     '--host-discovery-script "./fails" ended with exit code 3: no such list'),
     (["--host-discovery-script", "./absent", "true"],
      '--host-discovery-script "./absent" cannot be run: No such file or directory'),
     (["-np", "2", "--config-file", "absent.yaml", "true"],
@@ -310,7 +311,8 @@ def test_other_hosts_are_reached_by_ssh_which_asks_nothing(folder):
 
 
 def test_a_slurm_allocation_says_hosts_and_tasks(folder, monkeypatch):
-    (folder / "scontrol").write_text("#!/bin/sh\n[ \"$3\" = 'n[1-3]' ] || { echo no $3 >&2; exit 1; }; printf 'n1\nn2\nn3\n'\n")
+    script = "#!/bin/sh\n[ $3 != gone ] || { echo no $3 >&2; exit 1; }\nprintf 'n1\nn2\nn3\n'\n"
+    (folder / "scontrol").write_text(script)
     (folder / "scontrol").chmod(0o755)
     allocation = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "4(x2),1"}
     for name, value in (allocation | {"PATH": f"{folder}:{os.environ['PATH']}"}).items():

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import queue
+import re
 import secrets
 import signal
 import socket
@@ -38,6 +39,11 @@ KILL_AFTER_S = 5.0  # from SIGTERM to SIGKILL
 LINGER_S = 10.0  # for what started the ranks to end after the last one
 PROMPT_S = 0.2  # an unfinished line of a rank that reads a terminal is shown then
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PYTHON = re.compile(r"(.*/)?(python[\d.]*|[^/]+\.py)")
+_NOT_JOINED = (
+    "no rank has joined the job: each program ran by itself. A program joins by farandole.init(), or by torch's "
+    'init_process_group("farandole", init_method="farandole://"); Lightning and Accelerate need torchrun instead'
+)
 _SIOCGIFADDR = 0x8915
 _IPV6_ADDRESSES = "/proc/net/if_inet6"
 _GLOBAL, _UNUSABLE = "00", 0x48  # there: a scope, and the flags "tentative" and "duplicate"
@@ -145,6 +151,7 @@ class Job:
         self.peers: dict[int, Peer] = {}  # by rank
         self.starters: dict[str, subprocess.Popen[bytes]] = {}  # name -> what starts ranks
         self.is_stopping = False
+        self._has_joined = False  # any rank, or it is not known
         self._queue: queue.Queue[tuple[Channel | str, Message]] = queue.Queue(_MAX_QUEUED)
         self._threads: list[threading.Thread] = []
         self._readers: list[threading.Thread] = []  # of what starters say
@@ -409,6 +416,7 @@ class Job:
 
     def _take_end(self, peer: Peer, end: dict[str, int]) -> None:
         peer.has_ended = True
+        self._has_joined |= bool(end["has_joined"])
         if not self.is_stopping:
             self.failure.ended(peer.rank, end["code"], self._active_s, bool(end["by_mpirun"]))
         if sum(other.has_ended for other in self.peers.values()) == self.options.np:
@@ -485,7 +493,14 @@ class Job:
         code, message = self.describe_end(len(self.peers) == self.options.np)
         if message:
             self.writer.say(message)
+        elif code == 0 and not self._has_joined and self._should_join():
+            self.writer.say(_NOT_JOINED)
         return code or int(self.writer.is_incomplete)
+
+    def _should_join(self) -> bool:
+        """Whether several ranks ran a Python program, which is likely to be for one job."""
+        runs_python = any(map(_PYTHON.fullmatch, self.options.command)) and self.function is None
+        return self.options.np > 1 and len(self.peers) == self.options.np and runs_python
 
 
 def in_order(found: Sequence[tuple[Channel | str, Message]]) -> list[tuple[Channel | str, Message]]:

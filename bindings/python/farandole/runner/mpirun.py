@@ -35,7 +35,7 @@ NO_MPI = "this build of Farandole has no MPI"
 _TIMEOUT_S = 60
 _VERSION = re.compile(r"Open MPI\)?,? v?(\d+\.\d+\.\d+\S*?),?(?:\s|$)")
 _OPEN_FILES, _OPEN_FILES_OF_RANK = 26, 4
-_MAX_VARIABLE_BYTES = 130_000  # Linux refuses to start a program with one of 128 KiB
+_MAX_UNUSUAL_BYTES = 100_000  # in one variable, of which Linux takes 128 KiB
 _YIELD = "mpi_yield_when_idle"
 # What --tcp leaves out, and ranks of one host together with tcp, by its name in any Open MPI; names it
 # does not have are no error there.
@@ -216,9 +216,10 @@ def _words_for_hosts(options: Options, pair: Pair, environment: Mapping[str, str
 
 
 def _find_unusual(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables for other hosts that mpirun's -x does not take there: with other names than a shell's, or with lines."""
+    """Variables for other hosts that mpirun -x does not take there: of several lines, or not named as a shell's."""
     return {
-        name: value for name, value in travelling(environment).items()
+        name: value
+        for name, value in travelling(environment).items()
         if "\n" in value or not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)
     }
 
@@ -252,15 +253,15 @@ class MpirunJob(Job):
 
     def start(self, stack: contextlib.ExitStack) -> None:
         folders = make_folders(self.options, stack)
+        unusual = {} if self.options.is_local else _find_unusual(self._environment)
+        if len(json.dumps(unusual)) > _MAX_UNUSUAL_BYTES:
+            self.writer.say(f"not forwarded to other hosts, as they are too long: {', '.join(unusual)}")
+            unusual = {}
         job = self.open_listener(self.options.is_local) | {
-            "version": supervisor.PROTOCOL, "runs_function": self.function is not None,
-            "environment": {} if self.options.is_local else _find_unusual(self._environment),
+            "version": supervisor.PROTOCOL, "runs_function": self.function is not None, "environment": unusual,
             # mpirun's, and that of the ranks.
             "tmpdirs": [folders.get("TMPDIR"), self._environment.get("TMPDIR")],
         }  # fmt: skip
-        if len(json.dumps(job)) > _MAX_VARIABLE_BYTES:
-            self.writer.say(f"too long to be forwarded to other hosts: {', '.join(job['environment'])}")
-            job["environment"] = {}
         environment = self._environment | folders | {supervisor.VARIABLE: json.dumps(job)}
         self.run_starter("mpirun", self._command, environment, subprocess.DEVNULL, subprocess.PIPE)
 

@@ -179,6 +179,16 @@ class _Rank:
         return bool(self.error) and bool(self.facts.get("is_shared"))
 
     @property
+    def why_unmet(self) -> str:
+        """The message of its error if that says that ranks did not meet in init(), whose time was up."""
+        return self.last_line.partition(": ")[2] if self.facts.get("is_of_init") else ""
+
+    @property
+    def last_line(self) -> str:
+        """Of its error."""
+        return self.error[-1].decode(errors="replace").rstrip() if self.error else ""
+
+    @property
     def has_failed(self) -> bool:
         """Whether it ended badly, or is about to by an error."""
         return bool(self.error) if self.code is None else self.code != 0
@@ -209,7 +219,7 @@ class FirstFailure:
 
     What the first error that arrives knows of the failure is said at once, above the tracebacks that follow: who
     has failed, and how. The report, which waits for the ends of ranks and so for exit codes, comes below them.
-    The clock is the caller's.
+    Where ranks disagree or did not meet, none is the first. The clock is the caller's.
 
     Attributes:
         rank: The first rank that failed, once it is reported.
@@ -242,7 +252,8 @@ class FirstFailure:
     ) -> None:
         """Takes the error that ends a rank, as that reports it; ``text`` is empty if it was not uncaught.
 
-        ``facts`` are the attributes of HorovodInternalError, and "is_shared": whether all ranks raise the error. What the program caught counts once it ends the rank.
+        What the program caught counts once it ends the rank. ``facts`` are the attributes of HorovodInternalError,
+        "is_shared": whether all ranks raise the error, and "is_of_init": whether it says that they did not meet.
         """
         one = self._ranks[rank]
         one.failed_s, one.is_consequence, one.facts = now_s, is_consequence, facts or {}
@@ -256,13 +267,12 @@ class FirstFailure:
         failed = one.facts.get("failed_ranks") or [rank]
         if failed[0] != rank:
             self._told.setdefault(int(failed[0]), one.facts)
-        last = one.error[-1].decode(errors="replace").rstrip() if one.error else ""
         if one.has_shared_error:
-            self._say_at_once(last)
+            self._say_at_once(one.last_line)
         elif one.facts.get("kind") == "diverged":  # no rank by itself
             self._say_at_once(str(one.facts.get("cause")))
-        elif failed[0] != rank or (last and not one.is_consequence):
-            cause = str(one.facts.get("cause") or last)
+        elif failed[0] != rank or (one.error and not one.is_consequence):
+            cause = str(one.facts.get("cause") or one.last_line)
             is_whole = cause.startswith(f"rank {failed[0]} ")
             self._say_at_once(cause if is_whole else f"rank {failed[0]} has failed: {cause}")
 
@@ -314,22 +324,29 @@ class FirstFailure:
         if not numbers and self._told:
             numbers = [next(iter(self._told))]
         numbers = numbers or [number for number, one in self._ranks.items() if one.has_failed]
+        # Of ranks that did not meet, one that says why it reached nobody knows more than those that waited for it.
+        numbers = [n for n in numbers if self._ranks[n].why_unmet.startswith(f"rank {n} ")] or numbers
         self.rank = min(numbers, key=lambda number: self._ranks[number].failed_s or 0.0)
         first = self._ranks[self.rank]
-        sharing = sorted(number for number, one in self._ranks.items() if one.has_shared_error)
-        is_shared = first.has_shared_error and len(sharing) > 1
-        self.message = f"rank {self.rank} {self._describe(self.rank)}"
-        if is_shared:
-            code = exit_code(first.code or 1)
-            ranks = list_ranks(sharing)
-            self.message = f"no rank failed first: ranks {ranks} ended by the same error, with exit code {code}"
+        shared = self._describe_shared(first)
+        self.message = f"no rank failed first: {shared}" if shared else f"rank {self.rank} {self._describe(self.rank)}"
         last = self._lines_of(self.rank)[-1]
         others = (self._lines_of(number)[0] for number, one in self._ranks.items() if one.error and one is not first)
-        is_mixed = bool(first.error) and min(others, default=last) < last
-        again = f"; as rank {self.rank} wrote it:" if is_shared else "; its error once more:"
+        is_mixed = bool(first.error) and not first.why_unmet and min(others, default=last) < last
+        again = f"; as rank {self.rank} wrote it:" if shared else "; its error once more:"
         self._writer.say(self.message + (again if is_mixed else ""))
         for text in first.error if is_mixed else ():
             self._writer.show(Line(self.rank, True, text))
+
+    def _describe_shared(self, first: _Rank) -> str:
+        """What happened between ranks, where none of them failed by itself; else empty."""
+        code = exit_code(first.code or 1)
+        if first.why_unmet:
+            return f"{first.why_unmet}; exit code {code}"
+        sharing = sorted(number for number, one in self._ranks.items() if one.has_shared_error)
+        if not first.has_shared_error or len(sharing) == 1:
+            return ""
+        return f"ranks {list_ranks(sharing)} ended by the same error, with exit code {code}"
 
     def _describe(self, rank: int) -> str:
         """How the rank failed first, and what the errors of others know of it."""

@@ -412,6 +412,7 @@ class Supervisor:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._programs: dict[int, Program] = {}
+        self.keys: dict[int, int] = {}  # by rank: pipes with the job's key until a rank that joins reads it
         self._may_leave = threading.Event()
         self.has_mpiruns_signal = False
         self._guard = Guard()
@@ -508,7 +509,8 @@ class Supervisor:
             program.send_signal(number)
 
     def report_end(self, rank: int, code: int) -> None:
-        end = {"code": code, "by_mpirun": self.has_mpiruns_signal}
+        has_joined = rank not in self.keys or not os.read(self.keys[rank], 1)  # by nobody yet
+        end = {"code": code, "by_mpirun": self.has_mpiruns_signal, "has_joined": has_joined}
         self._channel.send(EXIT, json.dumps(end).encode(), rank)
 
     def leave(self, code: int) -> NoReturn:
@@ -618,11 +620,11 @@ def _run_ranks(
         if listener is not None and rank == 0:
             descriptors["FARANDOLE_LISTEN_FD"] = listener.fileno()
         texts = {name: str(value) for name, value in (variables | descriptors).items()}
+        supervisor.keys[rank] = key_reader
         supervisor.start(
             rank, command, texts, has_input=runs_function or rank == 0, descriptors=[*descriptors.values()],
             leads_group=True,
         )  # fmt: skip
-        os.close(key_reader)
     if listener is not None:
         listener.close()
     supervisor.run()
