@@ -522,7 +522,9 @@ int farandole_when_finished(farandole_work* work, farandole_finished call, void*
   return ReportException();
 }
 
-void farandole_wait_in_slices(int32_t threads) { farandole::CallerThreads::WaitInSlices(threads); }
+void farandole_wait_in_slices(int32_t threads, int32_t helpers) {
+  farandole::CallerThreads::WaitInSlices(threads, helpers);
+}
 
 void farandole_describe_with(farandole_describe describe) {
   farandole::SetDescribeProgram(describe);
