@@ -14,6 +14,8 @@
 #include <mutex>
 #include <sstream>
 
+#include "core/descriptors.h"
+
 namespace farandole {
 namespace {
 
@@ -29,10 +31,7 @@ constexpr size_t kSegmentAlign = 2 * 1024 * 1024;
 using Releases = std::atomic<uint32_t>;
 static_assert(Releases::is_always_lock_free);
 
-Status Failed(const std::string& what) {
-  const int error = errno;
-  return Unavailable(what + ": " + std::strerror(error));
-}
+Status Failed(const std::string& what) { return SystemError(what, errno); }
 
 size_t RoundUp(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 

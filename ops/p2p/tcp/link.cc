@@ -362,6 +362,10 @@ void TcpPeer::Cancel(TcpLink& link, Channels& channels) {
 
 /// For good: what is queued goes nowhere any more.
 Status TcpPeer::Fail(const Status& status) {
+  if (status.code() == Code::kResourceExhausted) {  // this rank's, not the peer's
+    failure_ = FailedOn(streams_.rank(), status);
+    return failure_;
+  }
   const std::string peer = "rank " + std::to_string(rank());
   const std::string why =
       status.code() == Code::kUnavailable
