@@ -534,7 +534,14 @@ bool StreamHub::Flush(Connection& connection) {
       continue;
     }
     // What breaks a stream is found by reading, after all that has come.
-    if (errno != EINTR) return Arm(connection), true;
+    if (errno == EINTR) continue;
+    // A stream that is never empty does not keep what it has sent.
+    if (connection.out_at > connection.out.size() / 2) {
+      const auto begin = connection.out.begin();
+      connection.out.erase(begin, begin + static_cast<std::ptrdiff_t>(connection.out_at));
+      connection.out_at = 0;
+    }
+    return Arm(connection), true;
   }
   connection.out.clear();
   connection.out_at = 0;

@@ -3,6 +3,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <malloc.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -115,6 +116,22 @@ TEST(StreamHub, WithoutPatienceNobodyIsSilent) {
   ASSERT_TRUE(pair.hubs[0]->Send(1, FrameType::kMessage, TextBytes("ring")).ok());
   EXPECT_FALSE(pair.hubs[0]->WaitForEvent(SteadyClock().NowNs() + 2 * kPatienceNs));
   bell.Release();  // before the hub ends
+}
+
+TEST(StreamHub, AStreamThatIsNeverEmptyKeepsNothingThatItHasSent) {
+  Pair pair(0);
+  const std::string megabyte(1 << 20, 'x');
+  const auto held = [] { return mallinfo2().uordblks + mallinfo2().hblkhd; };
+  const auto send = [&] {
+    EXPECT_TRUE(pair.hubs[0]->Send(1, FrameType::kMessage, TextBytes(megabyte)).ok());
+  };
+  const size_t before = held();
+  for (int i = 0; i < 32; ++i) send();  // more than the kernel takes
+  for (int i = 0; i < 200; ++i) {
+    EXPECT_EQ(pair.Await(1).data.size(), megabyte.size());
+    send();
+  }
+  EXPECT_LT(held(), before + 160 * megabyte.size());
 }
 
 TEST(StreamHub, AReportIsAnEventAndStays) {
