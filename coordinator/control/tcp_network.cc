@@ -77,13 +77,16 @@ class TcpNetwork final : public Network {
     return tag;
   }
 
-  // At most: a control stream each way and, in each plane, some to every other rank.
+  // At most: a control stream each way and, in each plane, some to every other rank. What lacks is
+  // much the same on all ranks, so one of them warns.
   void Reserve(int data_streams) {
     const int64_t others = options_.size - 1;
     const Status reserved = ReserveDescriptors(kOwnDescriptors + others * (2 + data_streams));
-    if (reserved.ok() || options_.log == nullptr || std::exchange(has_warned_, true)) return;
-    options_.log->Write(LogLevel::kWarning,
-                        "rank " + std::to_string(options_.rank) + ": " + reserved.message());
+    const LogLevel level = options_.rank == 0 ? LogLevel::kWarning : LogLevel::kInfo;
+    Log* const log = options_.log;
+    if (reserved.ok() || log == nullptr || !log->Enabled(level)) return;
+    if (std::exchange(has_warned_, true)) return;
+    log->Write(level, RankName(options_.rank) + ": " + reserved.message());
   }
 
   Result<std::shared_ptr<StreamHub>> MakeHub(const LinkOptions& options) const {

@@ -106,6 +106,7 @@ class TcpTransport final : public Transport {
   // The next frame of this type from `from`, of this round. @return nothing when time is up or the
   // rank is lost.
   std::optional<std::string> Await(int from, FrameType type, int64_t deadline_ns) {
+    hub_->Expect(from);
     for (;;) {
       const auto found = std::ranges::find_if(gathers_, [&](const HubEvent& event) {
         uint32_t round = 0;

@@ -120,6 +120,7 @@ struct StreamHub::PeerState {
   bool left = false;
   Status lost = {};
   bool watched = false;
+  bool is_expected = false;  // to connect
   std::string host = {};
   int64_t period_ns = 0;  // of its signs of life; 0: it has not sent any
   int64_t silent_ns = 0;
@@ -337,7 +338,7 @@ void StreamHub::FailHere(const Status& why) {
 
 bool StreamHub::AwaitsConnection() const {
   const auto is_awaited = [](const PeerState& peer) {
-    return peer.watched && peer.in == 0 && !peer.left && peer.lost.ok();
+    return peer.is_expected && peer.in == 0 && !peer.left && peer.lost.ok();
   };
   return options_.party.joining || std::ranges::any_of(peers_, is_awaited) ||
          std::ranges::any_of(data_, [](const auto& one) { return one.second.awaited; });
@@ -889,11 +890,16 @@ void StreamHub::Fail(const Attempt& attempt) {
 
 // --- Control streams ---
 
+void StreamHub::Expect(int from) {
+  const std::lock_guard lock(mutex_);
+  peers_[static_cast<size_t>(from)].is_expected = true;
+}
+
 void StreamHub::Connect(int to) {
   const std::lock_guard lock(mutex_);
   PeerState& peer = peers_[static_cast<size_t>(to)];
   if (!peer.watched) watched_.push_back(to);
-  peer.watched = true;
+  peer.watched = peer.is_expected = true;
   if (options_.patience_ns > 0 && beat_ns_ == kNever) {
     beat_ns_ = options_.clock->NowNs() + period_ns();
     Wake();

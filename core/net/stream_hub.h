@@ -100,6 +100,8 @@ class StreamHub final : public DataStreams {
   void SetPeer(int rank, std::vector<SocketAddress> addresses);
   std::vector<SocketAddress> Peer(int rank);
 
+  /// A frame of `from` is awaited, which has to connect for it.
+  void Expect(int from);
   /// Opens a control stream to `to`, if there is none, and watches for its signs of life.
   void Connect(int to);
   /// Sends a final error to all ranks that are watched: for who cannot wait for the engine.

@@ -201,7 +201,7 @@ TEST(StreamHub, ARankThatCannotAcceptWarnsOnceAndFailsOnlyIfItAwaitsSomebody) {
   EXPECT_FALSE(hub->WaitForEvent(clock.NowNs() + kNsPerSecond));
   EXPECT_EQ(log.count.load(), 1u);
   EXPECT_THAT(log.text, HasSubstr("rank 0 cannot accept a connection: " + std::string(kNone)));
-  hub->OpenToJoins(true, 1);
+  hub->Expect(1);
   ASSERT_TRUE(hub->WaitForEvent(clock.NowNs() + kLongNs));
   const HubEvent failed = std::move(*hub->Next());
   EXPECT_EQ(failed.kind, HubEvent::Kind::kLost);
