@@ -45,6 +45,23 @@ class BorrowedMemory {
   std::atomic<uint32_t> state_{0};
 };
 
+/// The memory, acquired for a scope, however that ends.
+class AcquiredMemory {
+ public:
+  explicit AcquiredMemory(BorrowedMemory& memory) : memory_(memory), is_held_(memory.Acquire()) {}
+  ~AcquiredMemory() {
+    if (is_held_) memory_.Release();
+  }
+  AcquiredMemory(const AcquiredMemory&) = delete;
+  AcquiredMemory& operator=(const AcquiredMemory&) = delete;
+  /// false: it was revoked before.
+  bool is_held() const { return is_held_; }
+
+ private:
+  BorrowedMemory& memory_;
+  const bool is_held_;
+};
+
 /// A library call from inside a plane: borrowed memory may be released to its users meanwhile.
 class LibraryCall {
  public:

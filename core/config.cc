@@ -76,7 +76,7 @@ const std::array kSettings = {
     Setting{"FARANDOLE_DIVERGENCE_CHECK", &Config::divergence_check, "", 0, 0, true,
             "Whether the job ends at once, by an error on all ranks, when ranks wait for "
             "different operations and none can go on; 0: only stalls are reported, for programs "
-            "in which a thread makes its first call while all others wait."},
+            "in which a thread makes its first call over a second after all others wait."},
     Setting{"FARANDOLE_PLANE_TIMEOUT_S", &Config::plane_timeout_s, "seconds", 0.001,
             kMostSettingSeconds, false,
             "A started operation fails after this long without progress; time during which the "

@@ -1,5 +1,5 @@
-// The one thing an engine sleeps on. Transports, planes and submitting threads ring it; nothing
-// polls.
+// The one thing an engine sleeps on. Transports, planes and submitting threads ring it. What
+// cannot, MPI and the events of a GPU, is polled.
 #pragma once
 
 #include <atomic>

@@ -259,14 +259,13 @@ Status UseOutputs(const farandole::Operation& operation, Request& request,
 
 /// Claims the operation before it reads its signature or its name. Until StartClaimed or Release
 /// no other thread can redefine it, nor make it an operation of another set once its own has ended.
-/// Each return in between must release it.
 Result<std::shared_ptr<Work>> StartOn(farandole::Operation& operation, Request request,
                                       bool notify) {
   Engine& engine = *operation.engine;
   engine.EnterCaller();
   FARANDOLE_RETURN_IF_ERROR(engine.operations().Claim(operation, request.version));
+  farandole::ClaimedOperation claimed(operation);
   if (request.version == 0 && operation.name.set != farandole::kGlobalSet) {
-    operation.Release();
     return farandole::InvalidArgument(
         "version is 0; expected the one that farandole_prepare gave, because an operation of a "
         "process set may be another one's when that has ended");
@@ -285,10 +284,8 @@ Result<std::shared_ptr<Work>> StartOn(farandole::Operation& operation, Request r
     good = farandole::InvalidArgument("in and out must have one pointer per tensor");
   std::vector<void*> addresses;
   if (good.ok() && request.into != nullptr) good = UseOutputs(operation, request, addresses);
-  if (!good.ok()) {
-    operation.Release();
-    return good;
-  }
+  if (!good.ok()) return good;
+  claimed.HandOn();
   const bool allocates = request.allocator != nullptr;
   return engine.StartClaimed(operation, {request.in, count}, {request.out, allocates ? 0 : count},
                              vote.value(), notify, request.producers, std::move(request.allocator));
@@ -297,9 +294,11 @@ Result<std::shared_ptr<Work>> StartOn(farandole::Operation& operation, Request r
 int StartWork(farandole_operation* handle, const Request& request, farandole_work** work) {
   if (handle == nullptr || work == nullptr) return ReportNull("operation or work");
   farandole::Operation& operation = *FromHandle(handle);
+  auto owned = std::make_unique<farandole_work>();  // before anything is in flight
   Result<std::shared_ptr<Work>> started = StartOn(operation, request, true);
   if (!started.ok()) return Report(started.status());
-  *work = new farandole_work{std::move(started).value(), operation.engine};
+  *owned = {std::move(started).value(), operation.engine};
+  *work = owned.release();
   return FARANDOLE_OK;
 }
 
@@ -522,7 +521,9 @@ int farandole_when_finished(farandole_work* work, farandole_finished call, void*
   return ReportException();
 }
 
-void farandole_wait_in_slices(int32_t threads) { farandole::CallerThreads::WaitInSlices(threads); }
+void farandole_wait_in_slices(int32_t threads, int32_t helpers) {
+  farandole::CallerThreads::WaitInSlices(threads, helpers);
+}
 
 void farandole_describe_with(farandole_describe describe) {
   farandole::SetDescribeProgram(describe);

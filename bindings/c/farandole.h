@@ -472,8 +472,11 @@ FARANDOLE_API int farandole_when_finished(farandole_work* work, farandole_finish
 /** For callers that wait without a limit in slices, for example to check for signals in between:
  * from a call with threads > 0 to one with 0, a wait of this thread with a time limit counts as one
  * without, so that a divergence is detected (FARANDOLE_DIVERGENCE_CHECK). `threads`: how many
- * threads of the program may start operations; while fewer have done so, nothing is detected. */
-FARANDOLE_API void farandole_wait_in_slices(int32_t threads);
+ * threads of the program may start operations; while fewer have done so, nothing is detected.
+ * `helpers`: how many further ones might; while fewer have done so, or where no thread says how
+ * many there are, ranks that wait for different operations are given a second to start what is
+ * missing before that is an error. */
+FARANDOLE_API void farandole_wait_in_slices(int32_t threads, int32_t helpers);
 
 /** Writes where these threads of the program are (numbers as of pthread_self; none: the main
  * thread) into `text`, which has room for `capacity` bytes and ends with 0; nothing: unknown. It

@@ -137,17 +137,21 @@ void ThrowAs(int code, const char* text) {
 
 void ThrowInternal(const char* text) { ThrowAs(FARANDOLE_INTERNAL, text); }
 
-int CountThreads() {
-  int count = 0;
+ThreadCount CountThreads() {
+  ThreadCount count{0, 0};
   try {
     for (const py::handle thread : py::module_::import("threading").attr("enumerate")()) {
-      const bool is_ours = thread.attr("name").cast<std::string>() == "farandole-futures";
-      if (is_ours || !thread.attr("daemon").cast<bool>()) ++count;
+      const auto name = thread.attr("name").cast<std::string>();
+      if (name == "farandole-futures" || !thread.attr("daemon").cast<bool>()) {
+        ++count.program;
+      } else if (!name.starts_with("farandole-")) {
+        ++count.helpers;
+      }
     }
   } catch (py::error_already_set&) {  // the interpreter ends: nobody knows
-    return INT_MAX;
+    return {INT_MAX, 0};
   }
-  return std::max(count, 1);
+  return {std::max(count.program, 1), count.helpers};
 }
 
 }  // namespace farandole::python

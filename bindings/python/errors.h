@@ -78,9 +78,13 @@ inline constexpr double kSliceSeconds = 0.05;
 inline constexpr double kFirstSliceSeconds = 0.02;
 
 /// Of the program: those that the interpreter waits for at its end, and those of the backend of
-/// torch.distributed. Others are libraries' helpers.
+/// torch.distributed. Helpers: other daemons, which may start operations but mostly are libraries'.
+struct ThreadCount {
+  int program = 1;
+  int helpers = 0;
+};
 /// With the GIL.
-int CountThreads();
+ThreadCount CountThreads();
 
 /// Reports of stalls say where this process's threads are
 /// (farandole/_activity.py). Again in a forked child.
@@ -93,13 +97,16 @@ class SlicesGuard {
  public:
   explicit SlicesGuard(bool is_unlimited) : is_unlimited_(is_unlimited) {}
   ~SlicesGuard() {
-    if (is_counted_) farandole_wait_in_slices(0);
+    if (is_counted_) farandole_wait_in_slices(0, 0);
   }
   SlicesGuard(const SlicesGuard&) = delete;
   SlicesGuard& operator=(const SlicesGuard&) = delete;
   /// After a slice, with the GIL.
   void Next() {
-    if (is_unlimited_) farandole_wait_in_slices(CountThreads());
+    if (is_unlimited_) {
+      const ThreadCount count = CountThreads();
+      farandole_wait_in_slices(count.program, count.helpers);
+    }
     is_counted_ = is_unlimited_;
   }
 

@@ -178,6 +178,7 @@ class Joiner {
   // @return false if it is worth another try.
   Result<bool> Try() {
     Result<std::vector<SocketAddress>> root = find_root_();
+    if (root.status().code() == Code::kResourceExhausted) return root.status();
     if (!root.ok()) return reason_ = root.status().message(), false;
     hub_.Join(root.value());
     const std::optional<HubEvent> opened = NextOfJoin();
@@ -199,6 +200,7 @@ class Joiner {
   }
 
   Result<bool> Refused(const HubEvent& event) {
+    if (event.status.code() == Code::kResourceExhausted) return event.status;
     reason_ = event.status.message();
     const bool differs = event.refusal == Refusal::kOtherVersion ||
                          event.refusal == Refusal::kOtherJob || event.refusal == Refusal::kWrongKey;
@@ -329,6 +331,7 @@ Status JoinAsRoot(StreamHub& hub, const std::vector<SocketAddress>& own,
   hub.OpenToJoins(true, epoch);
   while (!registry.complete() && hub.WaitForEvent(deadline_ns)) {
     const std::optional<HubEvent> event = hub.Next();
+    if (event && event->status.code() == Code::kResourceExhausted) return event->status;
     const bool registers =
         event && event->kind == HubEvent::Kind::kFrame && event->type == FrameType::kRegister;
     if (registers) registry.Admit(*event);

@@ -11,6 +11,7 @@
 
 #include "coordinator/control/join.h"
 #include "coordinator/control/tcp_transport.h"
+#include "core/descriptors.h"
 #include "core/net/listener.h"
 #include "core/net/stream_hub.h"
 #include "ops/p2p/tcp/link.h"
@@ -19,6 +20,7 @@ namespace farandole {
 namespace {
 
 constexpr const char* kStoreKey = "farandole_root";    // its value: the key in hex, addresses
+constexpr int64_t kOwnDescriptors = 16;                // of the hub, shared memory, a doorbell
 constexpr int64_t kMaxStoreWaitNs = 2 * kNsPerSecond;  // then it is asked again
 
 using Addresses = std::vector<SocketAddress>;
@@ -43,6 +45,7 @@ class TcpNetwork final : public Network {
                                  : PublicKey(options_.job);
     planes_ = 0;
     hub_.reset();
+    Reserve(0);
     Result<std::shared_ptr<StreamHub>> hub =
         options_.rank == 0 ? JoinFirst(options) : JoinOther(options);
     if (!hub.ok()) return hub.status();
@@ -52,6 +55,7 @@ class TcpNetwork final : public Network {
 
   Result<P2pLinkFactory> CreateLinks(const LinkOptions& options) override {
     if (hub_ == nullptr) return InvalidArgument("TCP: links before the transport");
+    Reserve((planes_ + 1) * options_.streams);
     return P2pLinkFactory(
         [hub = hub_, make = MakeTcpLinks(*hub_, planes_++, options)](
             uint32_t uid, std::span<const int> ranks) { return make(uid, ranks); });
@@ -71,6 +75,18 @@ class TcpNetwork final : public Network {
     uint32_t tag = 0;
     std::memcpy(&tag, digest.data(), sizeof tag);
     return tag;
+  }
+
+  // At most: a control stream each way and, in each plane, some to every other rank. What lacks is
+  // much the same on all ranks, so one of them warns.
+  void Reserve(int data_streams) {
+    const int64_t others = options_.size - 1;
+    const Status reserved = ReserveDescriptors(kOwnDescriptors + others * (2 + data_streams));
+    const LogLevel level = options_.rank == 0 ? LogLevel::kWarning : LogLevel::kInfo;
+    Log* const log = options_.log;
+    if (reserved.ok() || log == nullptr || !log->Enabled(level)) return;
+    if (std::exchange(has_warned_, true)) return;
+    log->Write(level, RankName(options_.rank) + ": " + reserved.message());
   }
 
   Result<std::shared_ptr<StreamHub>> MakeHub(const LinkOptions& options) const {
@@ -129,9 +145,11 @@ class TcpNetwork final : public Network {
   Result<Listening> ListenAgain() {
     const int copy = fcntl(adopted_.get(), F_DUPFD_CLOEXEC, 0);
     if (copy < 0 || fcntl(copy, F_SETFL, O_NONBLOCK) != 0) {
+      const int error = errno;
       if (copy >= 0) close(copy);
-      return InvalidArgument("cannot use the inherited listening socket " +
-                             std::to_string(adopted_.get()) + ": " + std::strerror(errno));
+      const Status failed = SystemError(
+          "cannot use the inherited listening socket " + std::to_string(adopted_.get()), error);
+      return IsExhaustion(error) ? failed : InvalidArgument(failed.message());
     }
     Listening listening;
     listening.sockets.emplace_back(copy);
@@ -139,7 +157,9 @@ class TcpNetwork final : public Network {
     if (!IsAnywhere(own)) {
       listening.addresses = {own};
     } else {
-      listening.addresses = Reachable(own.port(), interfaces_);
+      Result<Addresses> addresses = Reachable(own.port(), interfaces_);
+      if (!addresses.ok()) return addresses.status();
+      listening.addresses = std::move(addresses.value());
     }
     return listening;
   }
@@ -227,6 +247,7 @@ class TcpNetwork final : public Network {
   const Listener adopted_;
   JobKey key_{};
   int planes_ = 0;
+  bool has_warned_ = false;
   std::shared_ptr<StreamHub> hub_;  // of the last start
 };
 

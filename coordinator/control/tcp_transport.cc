@@ -59,6 +59,7 @@ class TcpTransport final : public Transport {
     Texts texts(static_cast<size_t>(size()));
     texts[static_cast<size_t>(rank())] = mine;
     GatherBelow(texts, deadline_ns);
+    if (!exhausted_.ok()) return exhausted_;
     std::string answer;
     if (rank() == 0) {
       answer = EncodeGathered(WithoutHidden(std::move(texts)));
@@ -93,6 +94,8 @@ class TcpTransport final : public Transport {
     if (!event || event->connection != 0) return;
     const bool is_loss = event->kind == HubEvent::Kind::kLost;
     if (is_loss) lost_.push_back(event->from);
+    // What this rank lacks is no silence of a peer.
+    if (is_loss && event->status.code() == Code::kResourceExhausted) exhausted_ = event->status;
     const bool is_message =
         event->kind == HubEvent::Kind::kFrame &&
         (event->type == FrameType::kMessage || event->type == FrameType::kAbort);
@@ -103,6 +106,7 @@ class TcpTransport final : public Transport {
   // The next frame of this type from `from`, of this round. @return nothing when time is up or the
   // rank is lost.
   std::optional<std::string> Await(int from, FrameType type, int64_t deadline_ns) {
+    hub_->Expect(from);
     for (;;) {
       const auto found = std::ranges::find_if(gathers_, [&](const HubEvent& event) {
         uint32_t round = 0;
@@ -114,7 +118,8 @@ class TcpTransport final : public Transport {
         gathers_.erase(found);
         return text;
       }
-      if (std::ranges::find(lost_, from) != lost_.end()) return std::nullopt;
+      const bool is_lost = std::ranges::find(lost_, from) != lost_.end();
+      if (is_lost || !exhausted_.ok()) return std::nullopt;
       if (!hub_->WaitForEvent(deadline_ns)) return std::nullopt;
       Sort(hub_->Next());
     }
@@ -159,6 +164,7 @@ class TcpTransport final : public Transport {
     deadline_ns += kAnswerGraceNs + kGracePerLevelNs * LevelsBelow(0, size());
     std::optional<std::string> answer = Await(parent, FrameType::kGathered, deadline_ns);
     if (answer) return std::move(*answer);
+    if (!exhausted_.ok()) return exhausted_;
     for (const HubEvent& event : messages_) {
       if (event.kind == HubEvent::Kind::kLost && event.from == parent) return event.status;
     }
@@ -182,6 +188,7 @@ class TcpTransport final : public Transport {
   std::deque<HubEvent> messages_;
   std::deque<HubEvent> gathers_;
   std::vector<int> lost_;
+  Status exhausted_;    // what this rank lacks
   uint32_t round_ = 0;  // of Allgather
 };
 

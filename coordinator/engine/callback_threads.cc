@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <chrono>
 #include <exception>
 #include <utility>
@@ -43,6 +44,11 @@ std::unique_ptr<Callback> CallbackThreads::Make(std::function<void(const Status&
 
 void CallbackThreads::WaitFor(std::shared_ptr<const Work> work) {
   const std::lock_guard lock(mutex_);
+  // Behind a work that does not end, others keep coming and ending.
+  if (works_.size() >= most_works_) {
+    std::erase_if(works_, [](const auto& one) { return one->done(); });
+    most_works_ = std::max<size_t>(64, 2 * works_.size());
+  }
   works_.push_back(std::move(work));
   if (waited_ == nullptr) is_wanted_.notify_one();
 }

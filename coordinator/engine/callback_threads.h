@@ -78,6 +78,7 @@ class CallbackThreads {
   Callback* first_ = nullptr;  // the queue
   Callback** end_ = &first_;
   std::deque<std::shared_ptr<const Work>> works_;  // oldest first; some are done
+  size_t most_works_ = 64;                         // then those that are done are dropped
   const Work* waited_ = nullptr;                   // for which one of them waits
   int64_t due_ = 0;                                // in the queue
   int64_t running_ = 0;

@@ -14,6 +14,7 @@ struct CallerThreads::Thread {
   const State* last = nullptr;  // entered last
   std::vector<std::shared_ptr<State>> entered;
   int slices = 0;  // see WaitInSlices
+  int helpers = 0;
 
   ~Thread() { Leave(); }
   void Leave() {
@@ -39,7 +40,7 @@ void CallerThreads::Enter() {
     std::erase_if(thread.entered, [](const auto& state) { return state.use_count() == 1; });
     thread.entered.push_back(state_);
     const std::lock_guard lock(state_->mutex);
-    state_->callers.try_emplace(&thread, State::Caller{{}, 0, pthread_self()});
+    state_->callers.try_emplace(&thread, State::Caller{{}, 0, 0, pthread_self()});
   }
   thread.last = state_.get();
 }
@@ -59,7 +60,16 @@ bool CallerThreads::AllWait() const {
 void CallerThreads::Set(std::weak_ptr<const Work> work) {
   const Thread& thread = ThisThread();
   const std::lock_guard lock(state_->mutex);
-  state_->callers[&thread] = {std::move(work), thread.slices, pthread_self()};
+  state_->callers[&thread] = {std::move(work), thread.slices, thread.helpers, pthread_self()};
+}
+
+bool CallerThreads::KnowsAll() const {
+  const std::lock_guard lock(state_->mutex);
+  const auto known = static_cast<int64_t>(state_->callers.size());
+  return std::ranges::all_of(state_->callers, [known](const auto& one) {
+    const State::Caller& caller = one.second;
+    return caller.threads > 0 && int64_t{caller.threads} + caller.helpers <= known;
+  });
 }
 
 std::vector<uint64_t> CallerThreads::Ids() const {
@@ -71,10 +81,11 @@ std::vector<uint64_t> CallerThreads::Ids() const {
 
 /// Between two slices nothing changes: the work that the last one waited for stays noted, and may
 /// end meanwhile.
-void CallerThreads::WaitInSlices(int threads) {
+void CallerThreads::WaitInSlices(int threads, int helpers) {
   Thread& thread = ThisThread();
   const bool ends = threads == 0 && thread.slices != 0;
   thread.slices = threads;
+  thread.helpers = helpers;
   for (size_t i = 0; ends && i < thread.entered.size(); ++i) {
     const std::lock_guard lock(thread.entered[i]->mutex);
     thread.entered[i]->callers[&thread].work.reset();

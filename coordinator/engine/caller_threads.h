@@ -26,6 +26,9 @@ class CallerThreads {
   static void Leave();
   /// There are some, and all wait for work that is not done.
   bool AllWait() const;
+  /// Each says how many threads the program has, as those with WaitInSlices do, and so many are
+  /// known: no other one can start something.
+  bool KnowsAll() const;
   /// Their numbers, as pthread_self gives them.
   std::vector<uint64_t> Ids() const;
 
@@ -51,14 +54,16 @@ class CallerThreads {
   /// slices.
   /// @param threads  Of the program, so many may start operations: with fewer known ones, others
   /// may still make their first call.
-  static void WaitInSlices(int threads);
+  /// @param helpers  Further threads of the program, which are not expected to, but may.
+  static void WaitInSlices(int threads, int helpers);
 
  private:
   struct State {
     struct Caller {
       std::weak_ptr<const Work> work;  // that it waits for; empty: it does not wait
       int threads = 0;                 // see WaitInSlices
-      uint64_t id = 0;                 // as pthread_self gives it
+      int helpers = 0;
+      uint64_t id = 0;  // as pthread_self gives it
     };
     mutable std::mutex mutex;
     std::map<const void*, Caller> callers;  // by an address of the thread's own

@@ -129,24 +129,21 @@ Result<std::shared_ptr<Work>> Engine::StartClaimed(Operation& operation,
                                                    bool notify,
                                                    std::span<const ProducerStream> producers,
                                                    std::shared_ptr<ResultAllocator> allocator) {
+  ClaimedOperation claimed(operation);
   // What can refuse the request comes before Submit, which hands it to the engine. RecordProducers
   // is the last check, as it already puts events into the user's streams.
   operation.allocator = std::move(allocator);
-  Status checked = CheckMemory(operation, in, out, vote);
-  if (checked.ok()) checked = lifecycle_.CheckStart();
-  if (checked.ok()) checked = operation.RecordProducers(gpu_, vote, producers);
-  if (!checked.ok()) {
-    operation.Release();
-    return checked;
-  }
+  FARANDOLE_RETURN_IF_ERROR(CheckMemory(operation, in, out, vote));
+  FARANDOLE_RETURN_IF_ERROR(lifecycle_.CheckStart());
+  FARANDOLE_RETURN_IF_ERROR(operation.RecordProducers(gpu_, vote, producers));
   if (numbers_.is_on()) {
     if (std::string refused = numbers_.Check(operation, in, vote); !refused.empty()) {
       Vote failed = vote;
       failed.failed = std::move(refused);
-      return submissions_.Submit(operation, in, out, failed, notify);
+      return submissions_.Submit(claimed, in, out, failed, notify);
     }
   }
-  return submissions_.Submit(operation, in, out, vote, notify);
+  return submissions_.Submit(claimed, in, out, vote, notify);
 }
 
 Status Engine::AnnounceStep(uint32_t set, const std::string& prefix, const StepCount& step) {

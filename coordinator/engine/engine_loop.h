@@ -86,6 +86,7 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   std::vector<std::string> OnStalls(const std::vector<StallFacts>& stalls) override;
   void OnStallShutdown(const Status& error) override { agreed_error_ = error; }
   bool IsBlocked() const override;
+  bool KnowsAllThreads() const override { return callers_.KnowsAll(); }
   bool AskActivity() override { return program_.Ask(callers_.Ids(), now_ns_); }
   std::optional<Activity> FindActivity() override { return program_.Find(now_ns_); }
   // ExecutorEvents

@@ -143,7 +143,8 @@ bool Executor::CanBeJoined(const WorkDecision& work, const BatchPlan& plan) {
 // What gives the memory is the user's, and borrowed like tensors: nobody may call it any more once
 // the operation has been given up.
 Status Executor::ProvideResults(Operation& operation, const DecidedKey& key) {
-  if (!memory_.Acquire()) return MemoryReleased();
+  const AcquiredMemory acquired(memory_);
+  if (!acquired.is_held()) return MemoryReleased();
   const size_t tensors = key.signature->tensors.size();
   const size_t ranks = key.rows.size() / tensors;
   for (size_t t = 0; t < tensors; ++t) {
@@ -154,7 +155,6 @@ Status Executor::ProvideResults(Operation& operation, const DecidedKey& key) {
       operation.ProvideAbsent(t);
     }
   }
-  memory_.Release();
   return {};
 }
 
@@ -358,15 +358,7 @@ Executor::StepResult Executor::Step(int64_t now_ns) {
   CountActiveTime(now_ns);
   StepResult result;
   for (size_t i = 0; i < running_.size() && result.status.ok();) {
-    Running& run = *running_[i];
-    if (!memory_.Acquire()) {
-      result.status = MemoryReleased();
-      break;
-    }
-    result.status = StartIfNew(run, now_ns);
-    const bool done = result.status.ok() && StepOne(run, &result);
-    memory_.Release();
-    if (done) {
+    if (Advance(*running_[i], now_ns, &result)) {
       Finish(i);
     } else if (result.status.ok()) {
       ++i;
@@ -374,6 +366,13 @@ Executor::StepResult Executor::Step(int64_t now_ns) {
   }
   if (!result.status.ok()) AbandonAll();
   return result;
+}
+
+// @return whether it is done; `result->status` says whether it failed.
+bool Executor::Advance(Running& run, int64_t now_ns, StepResult* result) {
+  const AcquiredMemory acquired(memory_);
+  result->status = acquired.is_held() ? StartIfNew(run, now_ns) : MemoryReleased();
+  return result->status.ok() && StepOne(run, result);
 }
 
 // Sizes are exchanged on the set's CPU plane, wherever the tensors are.

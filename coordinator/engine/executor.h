@@ -145,6 +145,7 @@ class Executor {
   Result<bool> TakeSizes(Running& run);
   Status ClaimOperations(const WorkDecision& work, std::span<const BatchPlan> plans);
   static DataPlane& PlaneOf(const Running& run);
+  bool Advance(Running& run, int64_t now_ns, StepResult* result);
   Status StartIfNew(Running& run, int64_t now_ns);
   static Result<PlaneOperation*> Start(Running& run);
   /// One Step of a started batch. @return whether it is done.

@@ -72,6 +72,17 @@ bool WaitUntil(Engine& engine, const std::shared_ptr<Work>& work, int64_t deadli
   return engine.Wait(*work, std::max<int64_t>(deadline_ns - SteadyClock().NowNs(), 0));
 }
 
+/// Whether each number below its length comes once.
+bool IsOrder(std::span<const int32_t> order) {
+  std::vector<bool> seen(order.size(), false);
+  for (const int32_t i : order) {
+    if (i < 0 || static_cast<size_t>(i) >= seen.size() || seen[static_cast<size_t>(i)])
+      return false;
+    seen[static_cast<size_t>(i)] = true;
+  }
+  return true;
+}
+
 int64_t DeadlineIn(int64_t timeout_ns) {
   return timeout_ns < 0 ? kNever : SteadyClock().NowNs() + timeout_ns;
 }
@@ -127,8 +138,10 @@ bool WrapComparison::Wait(uint32_t set, int32_t number, int64_t timeout_ns, Stat
     lock.unlock();
     if (!WaitUntil(engine_, work, deadline_ns)) return false;
     lock.lock();
+    if (wraps.alike != first || wraps.others.front().work == nullptr) {
+      continue;  // another thread has seen it
+    }
     Wrap& wrap = wraps.others.front();
-    if (wraps.alike != first || wrap.work == nullptr) continue;  // another thread has seen it
     const Status& status = work->status();
     if (status.ok()) {
       wraps.others.pop_front();
@@ -401,9 +414,11 @@ bool GradientRound::LacksMemory(const Group& group) const {
 // default one: the last producer, behind which the operation waits for such memory.
 Result<std::shared_ptr<Work>> GradientRound::Submit(Group& group, const Vote& vote, bool notifies) {
   FARANDOLE_RETURN_IF_ERROR(engine_.operations().Claim(*group.operation, group.version));
+  ClaimedOperation claimed(*group.operation);
   const bool allocates = group.results != nullptr && LacksMemory(group);
   if (allocates && !group.producers.empty() && group.producers.back().stream != nullptr)
     group.producers.push_back({group.producers.back().device, nullptr});
+  claimed.HandOn();
   return engine_.StartClaimed(*group.operation, group.in, group.out, vote, notifies,
                               group.producers, allocates ? group.results : nullptr);
 }
@@ -554,6 +569,10 @@ void GradientRound::ResetRound() {
 // such as frozen parameters, would make the tail that backward cannot hide longer: they come last.
 void GradientRound::LearnOrder() {
   if (order_work_ == nullptr || !order_work_->status().ok() || order_work_->skipped(0)) return;
+  if (!IsOrder(learned_order_)) {
+    return NoteError(Internal("the first rank of process set " + std::to_string(options_.set) +
+                              " sent an order of gradients that does not have each of them once"));
+  }
   std::vector<int64_t> bytes;
   for (const Gradient& gradient : gradients_) bytes.push_back(gradient.tensor.Bytes());
   const auto is_idle = [&](int32_t i) { return gradients_[static_cast<size_t>(i)].is_skipped; };

@@ -155,6 +155,24 @@ struct Operation {
   void Empty();
 };
 
+/// An operation that this thread has claimed (OperationRegistry::Claim): released at the end of the
+/// scope, unless it was handed on.
+class ClaimedOperation {
+ public:
+  explicit ClaimedOperation(Operation& operation) : operation_(&operation) {}
+  ~ClaimedOperation() {
+    if (operation_ != nullptr) operation_->Release();
+  }
+  ClaimedOperation(const ClaimedOperation&) = delete;
+  ClaimedOperation& operator=(const ClaimedOperation&) = delete;
+  Operation& operator*() const { return *operation_; }
+  /// Whoever has it now releases it. Before that can happen.
+  void HandOn() { operation_ = nullptr; }
+
+ private:
+  Operation* operation_;
+};
+
 /// Releases what OperationRegistry::Prepare gave.
 struct ReleaseOperation {
   void operator()(Operation* operation) const;

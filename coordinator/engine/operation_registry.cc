@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <optional>
 #include <string_view>
 #include <utility>
 
@@ -187,8 +188,13 @@ Result<Operation*> OperationRegistry::Define(const KeyName& name, const Signatur
         Describe(name) +
         " is in flight with another shape, dtype or options; wait for it, or use another name");
   }
-  Redefine(*slot, signature, own, std::move(residuals).value());
-  slot->Release();
+  const ClaimedOperation claimed(*slot);
+  try {
+    Redefine(*slot, signature, own, std::move(residuals).value());
+  } catch (...) {
+    slot->signature = Signature();  // nobody finds half of a description
+    throw;
+  }
   return slot.get();
 }
 
@@ -295,9 +301,9 @@ Status OperationRegistry::Claim(Operation& operation, uint32_t version) {
   const bool taken = operation.Take();
   if (taken && !operation.ended && (version == 0 || version == operation.version)) return {};
   std::lock_guard lock(mutex_);
-  const Status why = WhyNotClaimed(operation, version);
-  if (taken) operation.Release();
-  return why;
+  std::optional<ClaimedOperation> claimed;
+  if (taken) claimed.emplace(operation);
+  return WhyNotClaimed(operation, version);
 }
 
 // Under mutex_, because the operation may be becoming another one.

@@ -21,13 +21,11 @@ Status StepAnnouncer::Announce(uint32_t set, const std::string& prefix, const St
 Status StepAnnouncer::Start(Operation& operation, const StepCount& step, uint32_t version,
                             bool notify) {
   FARANDOLE_RETURN_IF_ERROR(operations_.Claim(operation, version));
-  if (const Status refused = lifecycle_.CheckStart(); !refused.ok()) {
-    operation.Release();
-    return refused;
-  }
+  ClaimedOperation claimed(operation);
+  FARANDOLE_RETURN_IF_ERROR(lifecycle_.CheckStart());
   Vote vote;
   vote.step = step;
-  (void)submissions_.Submit(operation, {}, {}, vote, notify);
+  (void)submissions_.Submit(claimed, {}, {}, vote, notify);
   return {};
 }
 

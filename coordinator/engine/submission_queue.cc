@@ -7,9 +7,11 @@ namespace farandole {
 // The caller has taken the operation, so the request is filled in without a lock. After Push it may
 // end, and be started again by another thread, before this function returns: what is needed
 // afterwards is read before.
-std::shared_ptr<Work> SubmissionQueue::Submit(Operation& operation, std::span<const void* const> in,
+std::shared_ptr<Work> SubmissionQueue::Submit(ClaimedOperation& claimed,
+                                              std::span<const void* const> in,
                                               std::span<void* const> out, const Vote& vote,
                                               bool notify) {
+  Operation& operation = *claimed;
   std::copy(in.begin(), in.end(), operation.in.begin());
   std::copy(out.begin(), out.end(), operation.out.begin());
   if (out.empty()) std::fill(operation.out.begin(), operation.out.end(), nullptr);
@@ -23,6 +25,7 @@ std::shared_ptr<Work> SubmissionQueue::Submit(Operation& operation, std::span<co
   std::shared_ptr<Work> work = operation.work;
   const int64_t bytes = notify ? TotalBytes(operation) : 0;  // else it is not held
   operation.started.store(true, std::memory_order_release);
+  claimed.HandOn();
   Push(operation);  // from here on the operation is the engine's
   if (!notify) return work;
   held_bytes_.fetch_add(bytes, std::memory_order_relaxed);

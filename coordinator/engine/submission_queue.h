@@ -27,10 +27,11 @@ class SubmissionQueue {
       : doorbell_(doorbell), linger_ns_(linger_ns), linger_bytes_(linger_bytes) {}
 
   // Any thread.
-  /// Fills in the request of an operation that the caller has claimed and checked, and pushes it.
+  /// Fills in the request of an operation that the caller has claimed and checked, and pushes it:
+  /// it is handed on.
   /// @param notify  Wakes the engine; false: the caller runs it, or calls Hurry and wakes it, or
   /// leaves the operation to whoever does next.
-  std::shared_ptr<Work> Submit(Operation& operation, std::span<const void* const> in,
+  std::shared_ptr<Work> Submit(ClaimedOperation& claimed, std::span<const void* const> in,
                                std::span<void* const> out, const Vote& vote, bool notify);
   /// Takes its place behind what was submitted before; for nothing while it is in the queue.
   void PushJoin() { PushChange(join_); }

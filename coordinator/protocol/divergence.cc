@@ -233,6 +233,7 @@ std::optional<WaitingRanks> Divergence::Own() const {
   WaitingRanks own;
   own.ranks = {node_.options.rank};
   own.may_go_on = !node_.listener.IsBlocked();
+  own.may_have_more_threads = !own.may_go_on && !node_.listener.KnowsAllThreads();
   own.in_order = node_.options.in_order;
   for (KeyId id = 0; id < node_.keys.size(); ++id) {
     const Key& key = node_.keys.Peek(id);
@@ -258,8 +259,10 @@ void Divergence::FindWhere() {
 
 void Divergence::Add(const WaitingRanks& waiting) {
   const auto same = std::ranges::find_if(waiting_, [&](const WaitingRanks& one) {
-    return std::tie(one.keys, one.may_go_on, one.in_order, one.place) ==
-           std::tie(waiting.keys, waiting.may_go_on, waiting.in_order, waiting.place);
+    const auto tie = [](const WaitingRanks& w) {
+      return std::tie(w.keys, w.may_go_on, w.in_order, w.may_have_more_threads, w.place);
+    };
+    return tie(one) == tie(waiting);
   });
   if (same == waiting_.end()) return waiting_.push_back(waiting);
   same->ranks.insert(same->ranks.end(), waiting.ranks.begin(), waiting.ranks.end());
@@ -303,6 +306,29 @@ void Divergence::CloseAnswered() {
   node_.SendUp(message);
 }
 
+/// Number of the last decision about what these ranks wait for.
+int64_t Divergence::LastDecision(const std::vector<WaitingRanks>& waiting) {
+  int64_t last = 0;
+  for (const WaitingRanks& one : waiting) {
+    for (const KeyName& key : one.keys)
+      last = std::max(last, node_.keys.At(node_.keys.Intern(key)).closed);
+  }
+  return last;
+}
+
+/// Ranks that can never go on wait for the same ever after; others, which threads that had made no
+/// call have freed, may have come to wait anew.
+bool Divergence::Persists(const std::vector<WaitingRanks>& diverged) {
+  const auto still_waits = [&](const WaitingRanks& before) {
+    return std::ranges::all_of(before.ranks, [&](int32_t rank) {
+      return std::ranges::any_of(diverged, [&](const WaitingRanks& one) {
+        return std::ranges::binary_search(one.ranks, rank) && one.keys == before.keys;
+      });
+    });
+  };
+  return std::ranges::all_of(found_, still_waits) && LastDecision(found_) == found_decision_;
+}
+
 /// The error is final on all ranks, those that might have gone on included: they would come to wait
 /// for the others.
 void Divergence::Judge() {
@@ -314,20 +340,23 @@ void Divergence::Judge() {
   std::vector<size_t> found = CannotGoOn(waiting_, is_awaited);
   const bool all_wait = !found.empty();
   if (found.empty()) found = OutOfOrder(waiting_);
-  const bool is_first = !has_found_;
-  has_found_ = !found.empty();
+  const bool was_found = std::exchange(has_found_, !found.empty());
   if (found.empty()) return;
-  if (is_first) {
+  std::vector<WaitingRanks> diverged;
+  for (const size_t g : found) diverged.push_back(std::move(waiting_[g]));
+  if (!was_found || !Persists(diverged)) {
     was_asked_for_ = true;
     // Another thread of a rank may yet start what the others wait for.
-    next_ask_ns_ = node_.now_ns + (all_wait ? 0 : kNsPerSecond);
+    const bool is_certain =
+        all_wait && std::ranges::none_of(diverged, &WaitingRanks::may_have_more_threads);
+    next_ask_ns_ = node_.now_ns + (is_certain ? 0 : kNsPerSecond);
+    found_ = all_wait ? std::move(diverged) : std::vector<WaitingRanks>();
+    found_decision_ = LastDecision(found_);
     return;
   }
-  std::vector<WaitingRanks> diverged;
   FailureFacts facts;
   bool were_run = true;
-  for (const size_t g : found) {
-    WaitingRanks& one = diverged.emplace_back(std::move(waiting_[g]));
+  for (WaitingRanks& one : diverged) {
     facts.ranks.insert(facts.ranks.end(), one.ranks.begin(), one.ranks.end());
     for (KeyName& key : one.keys) {
       were_run = were_run && node_.keys.At(node_.keys.Intern(key)).closed > 0;

@@ -46,7 +46,8 @@ std::string DescribeDivergence(const std::vector<WaitingRanks>& diverged, bool w
 /// The question travels with the decisions and the answers with the votes, so that answers are
 /// given after what was decided before, and votes counted before the answer that follows them.
 /// When ranks have diverged, it asks once more, for their places in their programs as well; an
-/// answer then says what was pending when the question came, and waits for the place.
+/// answer then says what was pending when the question came, and waits for the place. Where threads
+/// that have made no call may yet submit something, it asks once more after a second.
 ///
 /// Invariant: one question at a time. Whoever blocks last asks for one that finds all others
 /// blocked. Lifetime: `node` and `decider` outlive its last call; `decider` need not exist before
@@ -78,6 +79,8 @@ class Divergence {
   void FindWhere();
   void Add(const WaitingRanks& waiting);
   void Judge();
+  bool Persists(const std::vector<WaitingRanks>& diverged);
+  int64_t LastDecision(const std::vector<WaitingRanks>& waiting);
 
   NodeState& node_;
   Decider& decider_;
@@ -89,6 +92,8 @@ class Divergence {
   bool was_asked_for_ = false;  // since the last question
   int64_t next_ask_ns_ = 0;     // rank 0; not before
   bool has_found_ = false;      // rank 0; by the last answers: the next question asks for places
+  std::vector<WaitingRanks> found_;  // then, if all of them wait
+  int64_t found_decision_ = 0;       // number of the last one about their keys
 
   int64_t number_ = 0;               // of the question that is open here; 0: none
   size_t awaited_ = 0;               // children that have not answered

@@ -133,7 +133,9 @@ struct WaitingRanks {
   std::vector<KeyName> keys;   ///< All that they have pending; without the function.
   /// They may submit more, as not all their threads wait for these.
   bool may_go_on = false;
-  bool in_order = false;   ///< All ranks submit these keys in the same order.
+  bool in_order = false;  ///< All ranks submit these keys in the same order.
+  /// Threads of theirs that have made no call yet may submit more.
+  bool may_have_more_threads = false;
   std::string place = {};  ///< Where they are in their program, if that was asked for and is known.
   bool operator==(const WaitingRanks&) const = default;
 };

@@ -98,6 +98,8 @@ class NegotiationListener {
   /// Whether this rank submits nothing before an operation of its own has ended: all threads that
   /// do wait for such, without a limit, and nothing is executed or about to be submitted.
   virtual bool IsBlocked() const { return false; }
+  /// Whether IsBlocked knows of all threads of the program that may submit something.
+  virtual bool KnowsAllThreads() const { return true; }
   /// Begins to find out what this rank's program does, which submits nothing. @return false if that
   /// cannot be known.
   virtual bool AskActivity() { return false; }

@@ -4,12 +4,16 @@
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netdb.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <charconv>
 #include <cstring>
 #include <memory>
 #include <optional>
+
+#include "core/descriptors.h"
 
 namespace farandole {
 namespace {
@@ -170,8 +174,12 @@ Result<std::vector<SocketAddress>> Resolve(const HostPort& host_port) {
   const std::string port = std::to_string(host_port.port);
   const int code = getaddrinfo(host_port.host.c_str(), port.c_str(), &hints, &list);
   if (code != 0) {
-    return Unavailable("the host name \"" + host_port.host +
-                       "\" cannot be resolved: " + gai_strerror(code));
+    const std::string what = "the host name \"" + host_port.host + "\" cannot be resolved";
+    // Without a descriptor the library says that there is no such name.
+    const int probe = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    if (probe < 0 && IsExhaustion(errno)) return SystemError(what, errno);
+    if (probe >= 0) close(probe);
+    return Unavailable(what + ": " + gai_strerror(code));
   }
   const std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(list, freeaddrinfo);
   std::vector<SocketAddress> addresses;
@@ -221,9 +229,11 @@ bool Contains(const InterfaceList& list, const std::string& name, const SocketAd
          });
 }
 
-std::vector<SocketAddress> InterfaceAddresses(const InterfaceList& list) {
+Result<std::vector<SocketAddress>> InterfaceAddresses(const InterfaceList& list) {
   ifaddrs* first = nullptr;
-  if (getifaddrs(&first) != 0) return {};
+  if (getifaddrs(&first) != 0) {
+    return SystemError("the interfaces of this host cannot be listed", errno);
+  }
   const std::unique_ptr<ifaddrs, void (*)(ifaddrs*)> owner(first, freeifaddrs);
   std::vector<SocketAddress> addresses;
   for (const ifaddrs* one = first; one != nullptr; one = one->ifa_next) {

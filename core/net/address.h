@@ -79,6 +79,6 @@ bool Contains(const InterfaceList& list, const std::string& name, const SocketAd
 
 /// Addresses of this host's interfaces that are up, port 0: those on the list; for an empty list
 /// all but loopback and link-local ones.
-std::vector<SocketAddress> InterfaceAddresses(const InterfaceList& list);
+Result<std::vector<SocketAddress>> InterfaceAddresses(const InterfaceList& list);
 
 }  // namespace farandole

@@ -5,7 +5,8 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
+
+#include "core/descriptors.h"
 
 namespace farandole {
 namespace {
@@ -22,7 +23,9 @@ SocketAddress Anywhere(int family, uint16_t port) {
 
 // One of IPv6's that says anywhere takes IPv4 as well.
 Result<Listener> ListenAt(const SocketAddress& address) {
+  const std::string what = "cannot listen at " + address.ToString();
   Listener listener(socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (listener.get() < 0) return SystemError(what, errno);
   const int one = 1;
   const int zero = 0;
   (void)setsockopt(listener.get(), SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
@@ -30,16 +33,16 @@ Result<Listener> ListenAt(const SocketAddress& address) {
     const int only = IsAnywhere(address) ? zero : one;
     (void)setsockopt(listener.get(), IPPROTO_IPV6, IPV6_V6ONLY, &only, sizeof only);
   }
-  if (listener.get() < 0 || bind(listener.get(), address.data(), address.size()) != 0 ||
+  if (bind(listener.get(), address.data(), address.size()) != 0 ||
       listen(listener.get(), kBacklog) != 0) {
-    return Unavailable("cannot listen at " + address.ToString() + ": " + std::strerror(errno));
+    return SystemError(what, errno);
   }
   return listener;
 }
 
 Result<Listener> ListenAnywhere(uint16_t port) {
   Result<Listener> both = ListenAt(Anywhere(AF_INET6, port));
-  if (both.ok() || errno == EADDRINUSE) return both;
+  if (both.ok() || errno == EADDRINUSE || IsExhaustion(errno)) return both;
   return ListenAt(Anywhere(AF_INET, port));  // a kernel without IPv6
 }
 
@@ -70,11 +73,13 @@ Result<Listening> ListenOn(const Addresses& where, uint16_t port) {
   return listening;
 }
 
-Addresses Reachable(uint16_t port, const InterfaceList& interfaces,
-                    const std::optional<SocketAddress>& known) {
+Result<Addresses> Reachable(uint16_t port, const InterfaceList& interfaces,
+                            const std::optional<SocketAddress>& known) {
+  const Result<Addresses> own = InterfaceAddresses(interfaces);
+  if (!own.ok()) return own;
   Addresses addresses;
   if (known && !known->IsLoopback()) Announce(*known, port, addresses);
-  for (const SocketAddress& one : InterfaceAddresses(interfaces)) Announce(one, port, addresses);
+  for (const SocketAddress& one : own.value()) Announce(one, port, addresses);
   // The last resort, and all there is on a host without a network.
   sockaddr_storage storage{};
   auto& v4 = reinterpret_cast<sockaddr_in&>(storage);
@@ -88,17 +93,21 @@ Result<Listening> ListenForAll(uint16_t port, const InterfaceList& interfaces,
                                const std::string& names,
                                const std::optional<SocketAddress>& known) {
   if (!interfaces.empty()) {
-    const Addresses chosen = InterfaceAddresses(interfaces);
-    if (chosen.empty()) {
+    const Result<Addresses> chosen = InterfaceAddresses(interfaces);
+    if (!chosen.ok()) return chosen.status();
+    if (chosen.value().empty()) {
       return InvalidArgument("cannot listen: no interface of this host is one of \"" + names +
                              "\" (FARANDOLE_INTERFACE)");
     }
-    return ListenOn(chosen, port);
+    return ListenOn(chosen.value(), port);
   }
   Result<Listener> listener = ListenAnywhere(port);
   if (!listener.ok()) return listener.status();
+  const uint16_t chosen_port = listener.value().address().port();
+  Result<Addresses> addresses = Reachable(chosen_port, interfaces, known);
+  if (!addresses.ok()) return addresses.status();
   Listening listening;
-  listening.addresses = Reachable(listener.value().address().port(), interfaces, known);
+  listening.addresses = std::move(addresses.value());
   listening.sockets.push_back(std::move(listener.value()));
   return listening;
 }

@@ -47,17 +47,17 @@ struct Listening {
 
 bool IsAnywhere(const SocketAddress& address);
 
-/// At each of these that can be had. @return Unavailable if none can.
+/// At each of these that can be had. @return the last reason if none can, as SystemError.
 Result<Listening> ListenOn(const std::vector<SocketAddress>& where, uint16_t port);
 /// At the addresses of the interfaces on the list; everywhere if it is empty.
 /// @param names  The list's text, for errors.
 /// @param known  An address of this host at which others reach it most likely.
-/// @return InvalidArgument if no interface is on the list; Unavailable with the system's reason.
+/// @return InvalidArgument if no interface is on the list; else as SystemError.
 Result<Listening> ListenForAll(uint16_t port, const InterfaceList& interfaces,
                                const std::string& names,
                                const std::optional<SocketAddress>& known = {});
-/// Where others reach a socket that listens anywhere, best first.
-std::vector<SocketAddress> Reachable(uint16_t port, const InterfaceList& interfaces,
-                                     const std::optional<SocketAddress>& known = {});
+/// Where others reach a socket that listens anywhere, best first. Errors as SystemError.
+Result<std::vector<SocketAddress>> Reachable(uint16_t port, const InterfaceList& interfaces,
+                                             const std::optional<SocketAddress>& known = {});
 
 }  // namespace farandole

@@ -16,6 +16,8 @@
 #include <limits>
 #include <utility>
 
+#include "core/descriptors.h"
+
 namespace farandole {
 
 std::string RankName(int rank) { return "rank " + std::to_string(rank); }
@@ -30,8 +32,9 @@ constexpr int64_t kAttemptNs = 5 * kNsPerSecond;   // for one address, until its
 constexpr int64_t kWelcomeNs = 60 * kNsPerSecond;  // from then on: who is accepted is not in doubt
 constexpr int64_t kRetryNs = 100 * kNsPerMs;
 constexpr int64_t kPauseNs = 10 * kNsPerMs;
-constexpr int64_t kSilenceNs = 100 * kNsPerMs;  // after which a connection may have to make way
-constexpr int kPeerTimeoutMs = 30'000;          // for data that nobody acknowledges
+constexpr int64_t kExhaustedNs = 5 * kNsPerSecond;  // in which the program may close descriptors
+constexpr int64_t kSilenceNs = 100 * kNsPerMs;      // after which a connection may have to make way
+constexpr int kPeerTimeoutMs = 30'000;              // for data that nobody acknowledges
 constexpr size_t kReadBytes = size_t{64} << 10;
 constexpr int kReadsAtOnce = 8;  // so that one peer does not keep the others waiting
 constexpr size_t kMostRefused = 8;
@@ -101,7 +104,10 @@ struct StreamHub::Attempt {
   int64_t give_up_ns = 0;
   int64_t retry_ns = kNever;
   std::string error = {};  // of this round
-  bool definite = true;    // nothing in this round that time may cure
+  int64_t exhausted_ns =
+      0;  // since when this rank has lacked what a connection takes; 0: it has it
+  Status exhausted = {};
+  bool definite = true;  // nothing in this round that time may cure
   Refusal refusal = Refusal::kNone;
   // Of a control stream.
   std::vector<std::pair<FrameType, std::vector<std::byte>>> waiting = {};
@@ -114,6 +120,7 @@ struct StreamHub::PeerState {
   bool left = false;
   Status lost = {};
   bool watched = false;
+  bool is_expected = false;  // to connect
   std::string host = {};
   int64_t period_ns = 0;  // of its signs of life; 0: it has not sent any
   int64_t silent_ns = 0;
@@ -126,7 +133,7 @@ Result<std::unique_ptr<StreamHub>> StreamHub::Create(const HubOptions& options) 
   epoll_event event{EPOLLIN, {.u64 = kWakeId}};
   if (hub->epoll_ < 0 || hub->wake_ < 0 ||
       epoll_ctl(hub->epoll_, EPOLL_CTL_ADD, hub->wake_, &event) != 0) {
-    return ResourceExhausted("the network's event queue cannot be made: " + ErrorText(errno));
+    return SystemError("the network's event queue cannot be made", errno);
   }
   // Signals are for the threads of the user.
   sigset_t all;
@@ -236,7 +243,7 @@ int64_t StreamHub::NextTimer() const {
 }
 
 void StreamHub::RunTimers(int64_t now_ns) {
-  if (paused_until_ns_ > 0 && now_ns >= paused_until_ns_) PauseAccepting(false);
+  if (paused_until_ns_ > 0 && now_ns >= paused_until_ns_) PauseAccepting(0);
   std::vector<uint64_t> late;
   for (const auto& [id, one] : connections_) {
     if (now_ns >= one->deadline_ns) late.push_back(id);
@@ -272,16 +279,16 @@ void StreamHub::OpenToJoins(bool open, uint32_t epoch) {
 
 void StreamHub::AcceptFrom(int listener) {
   for (size_t count = 0; count < kMaxPending; ++count) {
-    if (!MakeRoom()) return PauseAccepting(true);
+    if (!MakeRoom()) return PauseAccepting(options_.clock->NowNs() + kPauseNs);
     sockaddr_storage storage{};
     socklen_t size = sizeof storage;
     const int socket = accept4(listener, reinterpret_cast<sockaddr*>(&storage), &size,
                                SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (socket < 0) {
-      const bool exhausted = errno == EMFILE || errno == ENFILE || errno == ENOMEM;
-      if (exhausted) PauseAccepting(true);
-      return;
+      const bool is_no_more = errno == EAGAIN || errno == EINTR || errno == ECONNABORTED;
+      return is_no_more ? void() : CannotAccept(errno);
     }
+    exhausted_ns_ = 0;
     Connection& connection = Add(socket, false, options_.clock->NowNs() + kProofNs);
     connection.remote = SocketAddress(storage);
     connection.stage = Connection::Stage::kHandshake;
@@ -308,11 +315,40 @@ bool StreamHub::MakeRoom() {
   return true;
 }
 
-// Without a pause epoll would report a connection that cannot be accepted for ever.
-void StreamHub::PauseAccepting(bool pauses) {
-  paused_until_ns_ = pauses ? options_.clock->NowNs() + kPauseNs : 0;
+// Peers that wait to be accepted would take this rank for dead, so it says in time what it lacks:
+// once to the user, and, if it waits for one of them itself, as its error. Who comes may be a
+// stranger, for whom no job ends.
+void StreamHub::CannotAccept(int error) {
+  const int64_t now_ns = options_.clock->NowNs();
+  PauseAccepting(now_ns + kRetryNs);
+  const Status failed = SystemError(RankName(rank()) + " cannot accept a connection", error);
+  if (exhausted_ns_ == 0) exhausted_ns_ = now_ns;
+  const bool is_new = !std::exchange(has_warned_of_accepting_, true);
+  if (is_new && options_.log != nullptr) {
+    options_.log->Write(LogLevel::kWarning, failed.message() + "; it tries again");
+  }
+  const bool lasts = IsExhaustion(error) && now_ns - exhausted_ns_ >= kExhaustedNs;
+  if (lasts && AwaitsConnection()) FailHere(failed);
+}
+
+void StreamHub::FailHere(const Status& why) {
+  if (options_.only_watches || std::exchange(has_failed_, true)) return;
+  Push({.kind = HubEvent::Kind::kLost, .from = rank(), .status = FailedOn(rank(), why)});
+}
+
+bool StreamHub::AwaitsConnection() const {
+  const auto is_awaited = [](const PeerState& peer) {
+    return peer.is_expected && peer.in == 0 && !peer.left && peer.lost.ok();
+  };
+  return options_.party.joining || std::ranges::any_of(peers_, is_awaited) ||
+         std::ranges::any_of(data_, [](const auto& one) { return one.second.awaited; });
+}
+
+// Without a pause epoll would report a connection that cannot be accepted for ever. 0: no pause.
+void StreamHub::PauseAccepting(int64_t until_ns) {
+  paused_until_ns_ = until_ns;
   for (const auto& [id, socket] : listeners_) {
-    epoll_event event{pauses ? 0u : uint32_t{EPOLLIN}, {.u64 = id}};
+    epoll_event event{until_ns > 0 ? 0u : uint32_t{EPOLLIN}, {.u64 = id}};
     (void)epoll_ctl(epoll_, EPOLL_CTL_MOD, socket, &event);
   }
 }
@@ -352,7 +388,10 @@ void StreamHub::Arm(Connection& connection) {
   if (wanted == connection.armed) return;
   epoll_event event{wanted, {.u64 = connection.id}};
   const int what = connection.armed == 0 ? EPOLL_CTL_ADD : EPOLL_CTL_MOD;
-  (void)epoll_ctl(epoll_, what, connection.socket, &event);  // fails only for want of memory
+  if (epoll_ctl(epoll_, what, connection.socket, &event) != 0) {
+    FailHere(
+        ResourceExhausted(RankName(rank()) + " cannot watch a connection: " + ErrorText(errno)));
+  }
   connection.armed = wanted;
 }
 
@@ -386,8 +425,9 @@ void StreamHub::FinishConnect(Connection& connection) {
   int error = 0;
   socklen_t size = sizeof error;
   (void)getsockopt(connection.socket, SOL_SOCKET, SO_ERROR, &error, &size);
+  Attempt& attempt = *attempts_.at(connection.attempt);
+  if (IsExhaustion(error)) NoteExhaustion(attempt, connection.remote, error);
   if (error != 0) return Break(connection.id, ErrorText(error), error == ECONNREFUSED);
-  const Attempt& attempt = *attempts_.at(connection.attempt);
   connection.stage = Connection::Stage::kHandshake;
   connection.handshake = Handshake::Connect(options_.party, attempt.hello, attempt.peer);
   connection.out = connection.handshake->TakeOutput();
@@ -477,7 +517,9 @@ void StreamHub::ReleaseToLink(Connection& connection) {
   const StreamHello& hello = connection.hello();
   if (connection.outgoing) attempts_.erase(connection.attempt);
   (void)epoll_ctl(epoll_, EPOLL_CTL_DEL, connection.socket, nullptr);
-  Entry({hello.plane, connection.peer, hello.number}).socket = connection.socket;
+  DataEntry& entry = Entry({hello.plane, connection.peer, hello.number});
+  entry.socket = connection.socket;
+  entry.awaited = false;
   connections_.erase(connection.id);
   Ring();
 }
@@ -493,7 +535,14 @@ bool StreamHub::Flush(Connection& connection) {
       continue;
     }
     // What breaks a stream is found by reading, after all that has come.
-    if (errno != EINTR) return Arm(connection), true;
+    if (errno == EINTR) continue;
+    // A stream that is never empty does not keep what it has sent.
+    if (connection.out_at > connection.out.size() / 2) {
+      const auto begin = connection.out.begin();
+      connection.out.erase(begin, begin + static_cast<std::ptrdiff_t>(connection.out_at));
+      connection.out_at = 0;
+    }
+    return Arm(connection), true;
   }
   connection.out.clear();
   connection.out_at = 0;
@@ -514,7 +563,11 @@ void StreamHub::ReadFrames(Connection& connection) {
     if (count < 0 && errno == EINTR) continue;
     if (count < 0 && errno == EAGAIN) return;
     if (count == 0) return Break(id, "the connection was closed", true);
-    if (count < 0) return Break(id, ErrorText(errno), true);
+    if (count < 0) {
+      const int error = errno;
+      if (IsExhaustion(error)) FailHere(SystemError(RankName(rank()) + " cannot receive", error));
+      return Break(id, ErrorText(error), true);
+    }
     connection.reader->Take(ByteSpan(received_).first(static_cast<size_t>(count)));
     peers_[static_cast<size_t>(connection.peer)].silent_ns = -period_ns();  // not this period
     if (!TakeFrames(connection)) return;
@@ -789,6 +842,7 @@ void StreamHub::TryNext(Attempt& attempt) {
     attempt.error +=
         (attempt.error.empty() ? "" : "; ") + address.ToString() + ": " + ErrorText(error);
     attempt.definite = attempt.definite && error == ECONNREFUSED;
+    if (IsExhaustion(error)) NoteExhaustion(attempt, address, error);
   }
   EndRound(attempt);
 }
@@ -796,19 +850,33 @@ void StreamHub::TryNext(Attempt& attempt) {
 // Ranks that have joined listen: one that refuses is dead. Joining is repeated by who asked for it.
 void StreamHub::EndRound(Attempt& attempt) {
   const int64_t now_ns = options_.clock->NowNs();
-  const bool ends =
-      attempt.hello.role == StreamRole::kJoin || attempt.definite || now_ns >= attempt.give_up_ns;
+  const bool is_exhausted = !attempt.exhausted.ok();
+  if (!is_exhausted || attempt.exhausted_ns == 0) attempt.exhausted_ns = is_exhausted ? now_ns : 0;
+  const bool ends = attempt.hello.role == StreamRole::kJoin || attempt.definite ||
+                    now_ns >= attempt.give_up_ns ||
+                    (is_exhausted && now_ns - attempt.exhausted_ns >= kExhaustedNs);
   if (ends) return Fail(attempt);
+  attempt.exhausted = {};
   attempt.next = 0;
   attempt.error.clear();
   attempt.definite = true;
   attempt.retry_ns = now_ns + kRetryNs;
 }
 
+// Of this rank, not of the peer.
+void StreamHub::NoteExhaustion(Attempt& attempt, const SocketAddress& address, int error) {
+  attempt.exhausted =
+      FailedOn(rank(), SystemError(RankName(rank()) + " cannot connect to " +
+                                       RankName(attempt.peer) + " at " + address.ToString(),
+                                   error));
+}
+
 void StreamHub::Fail(const Attempt& attempt) {
   const std::unique_ptr<Attempt> owned = std::move(attempts_.extract(attempt.key).mapped());
-  const Status status = Unavailable(RankName(rank()) + " cannot reach " + RankName(owned->peer) +
-                                    " at " + (owned->error.empty() ? "no address" : owned->error));
+  const Status unreachable =
+      Unavailable(RankName(rank()) + " cannot reach " + RankName(owned->peer) + " at " +
+                  (owned->error.empty() ? "no address" : owned->error));
+  const Status& status = owned->exhausted.ok() ? unreachable : owned->exhausted;
   switch (owned->hello.role) {
     case StreamRole::kJoin:
       return Push({.kind = HubEvent::Kind::kLost, .refusal = owned->refusal, .status = status});
@@ -822,11 +890,16 @@ void StreamHub::Fail(const Attempt& attempt) {
 
 // --- Control streams ---
 
+void StreamHub::Expect(int from) {
+  const std::lock_guard lock(mutex_);
+  peers_[static_cast<size_t>(from)].is_expected = true;
+}
+
 void StreamHub::Connect(int to) {
   const std::lock_guard lock(mutex_);
   PeerState& peer = peers_[static_cast<size_t>(to)];
   if (!peer.watched) watched_.push_back(to);
-  peer.watched = true;
+  peer.watched = peer.is_expected = true;
   if (options_.patience_ns > 0 && beat_ns_ == kNever) {
     beat_ns_ = options_.clock->NowNs() + period_ns();
     Wake();
@@ -933,6 +1006,7 @@ Result<std::optional<int>> StreamHub::Take(const StreamId& stream) {
   if (!entry.failed.ok()) return entry.failed;
   if (!peer.lost.ok()) return peer.lost;
   const Key key = KeyOf(StreamRole::kData, stream.peer, stream.plane, stream.number);
+  entry.awaited = rank() > stream.peer;
   if (rank() < stream.peer && !attempts_.contains(key)) {
     Start({StreamRole::kData, rank(), static_cast<uint8_t>(stream.plane),
            static_cast<uint8_t>(stream.number)},

@@ -71,6 +71,9 @@ struct HubEvent {
 /// At most 64 accepted connections have not proven the key; each has 2 s for it. A further one
 /// takes the place of one that has been silent for a while.
 ///
+/// A rank that lacks descriptors, buffers or memory for 5 s is itself the one that fails: a kLost
+/// of its own rank, or of the one that it cannot connect, with its ResourceExhausted.
+///
 /// Thread safety: any thread, except that Take, Watch and Unwatch are the engine lock's holder's,
 /// as in DataStreams. Nothing blocks but WaitForEvent, and Shutdown, which joins the thread.
 /// The thread holds the hub's own mutex, never the engine lock, and never for as long as a system
@@ -97,6 +100,8 @@ class StreamHub final : public DataStreams {
   void SetPeer(int rank, std::vector<SocketAddress> addresses);
   std::vector<SocketAddress> Peer(int rank);
 
+  /// A frame of `from` is awaited, which has to connect for it.
+  void Expect(int from);
   /// Opens a control stream to `to`, if there is none, and watches for its signs of life.
   void Connect(int to);
   /// Sends a final error to all ranks that are watched: for who cannot wait for the engine.
@@ -135,6 +140,7 @@ class StreamHub final : public DataStreams {
   struct DataEntry {
     int socket = -1;
     bool taken = false;
+    bool awaited = false;  // from the other end
     Status failed = {};
   };
   using Key = uint64_t;  // of an outgoing stream: role, peer, plane, number
@@ -149,7 +155,11 @@ class StreamHub final : public DataStreams {
   int64_t NextTimer() const;
   void AcceptFrom(int listener);
   bool MakeRoom();
-  void PauseAccepting(bool pauses);
+  void PauseAccepting(int64_t until_ns);
+  void CannotAccept(int error);
+  bool AwaitsConnection() const;
+  void FailHere(const Status& why);
+  void NoteExhaustion(Attempt& attempt, const SocketAddress& address, int error);
   Connection& Add(int socket, bool outgoing, int64_t deadline_ns);
   void Arm(Connection& connection);
   void Close(uint64_t id);
@@ -205,6 +215,9 @@ class StreamHub final : public DataStreams {
   bool has_warned_ = false;
   std::deque<std::string> refused_;
   int64_t paused_until_ns_ = 0;  // accepting, for want of descriptors or of room
+  int64_t exhausted_ns_ = 0;     // since when it has lacked them; 0: it has not
+  bool has_warned_of_accepting_ = false;
+  bool has_failed_ = false;  // for want of them
   uint64_t next_id_ = 2;
   bool stops_ = false;
   std::thread thread_;

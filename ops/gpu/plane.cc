@@ -7,14 +7,19 @@
 #include <utility>
 #include <vector>
 
+#include "core/clock.h"
 #include "ops/cpu/batch.h"
 #include "ops/gpu/backend_selection.h"
 
 namespace farandole {
 namespace {
 
-/// How often the device is asked whether a batch is complete.
-constexpr int64_t kEndPollNs = 50'000;
+/// How soon the device is asked again whether a batch is complete: at first, and at the latest.
+constexpr int64_t kEndPollNs = 50 * kNsPerUs;
+constexpr int64_t kMostEndPollNs = kNsPerMs;
+/// As a part of the time that has been waited, so that a long batch costs few questions and its end
+/// is noticed little later.
+constexpr int64_t kPollShare = 32;
 /// After a failure users release their tensors, to which kernels of ours may still write: most
 /// often they have ended by then. Once in a job, so that the engine may wait for it.
 constexpr int64_t kDrainNs = 200 * kNsPerMs;
@@ -105,6 +110,7 @@ class GpuPlane::Operation final : public PlaneOperation {
   int64_t moves_seen_ = 0;
   std::shared_ptr<LaunchTask> task_;     // once begun
   std::shared_ptr<DeviceEvent> inputs_;  // once launched, until they are there
+  int64_t asked_ns_ = 0;                 // when the device was first asked about these; 0: not yet
 };
 
 // Communicators end on the launch thread. One that does not, since a stream is stuck, keeps all it
@@ -196,6 +202,8 @@ Progress GpuPlane::Dispatch(Operation& operation) {
 
 Progress GpuPlane::AwaitEnd(Operation& operation) {
   if (&operation != batches_.front()) return AwaitTurn(operation);
+  const int64_t now_ns = SteadyClock().NowNs();
+  if (operation.asked_ns_ == 0) operation.asked_ns_ = now_ns;
   const Result<bool> complete = operation.task_->end->IsComplete();
   if (!complete.ok()) return Fail(operation, complete.status());
   if (complete.value()) {
@@ -206,10 +214,15 @@ Progress GpuPlane::AwaitEnd(Operation& operation) {
   if (operation.inputs_ != nullptr) {
     const Result<bool> there = operation.inputs_->IsComplete();
     if (!there.ok()) return Fail(operation, there.status());
-    if (there.value()) operation.inputs_ = nullptr;
+    if (there.value()) {
+      operation.inputs_ = nullptr;
+      operation.asked_ns_ = now_ns;
+    }
   }
-  return Report(operation, operation.inputs_ == nullptr ? Progress::Waiting(kEndPollNs)
-                                                        : Progress::WaitingForInputs(kEndPollNs));
+  const int64_t poll_ns =
+      std::clamp((now_ns - operation.asked_ns_) / kPollShare, kEndPollNs, kMostEndPollNs);
+  return Report(operation, operation.inputs_ == nullptr ? Progress::Waiting(poll_ns)
+                                                        : Progress::WaitingForInputs(poll_ns));
 }
 
 // Whoever it waits for says when to ask again. That the batches before it get on is its own
@@ -239,6 +252,7 @@ void GpuPlane::Remove(Operation& operation) {
   std::erase(batches_, &operation);
   operation.task_ = nullptr;
   operation.inputs_ = nullptr;
+  operation.asked_ns_ = 0;
   pool_.Return(&operation);
 }
 

@@ -14,6 +14,8 @@
 #include <mutex>
 #include <sstream>
 
+#include "core/descriptors.h"
+
 namespace farandole {
 namespace {
 
@@ -25,14 +27,14 @@ constexpr size_t kRegionBytes = (size_t{64} << 30) + 5 * size_t{4096};
 // (shmem_enabled).
 constexpr size_t kSegmentAlign = 2 * 1024 * 1024;
 
+/// Allocated by one system call, in some ms.
+constexpr size_t kReserveBytes = 16 * 1024 * 1024;
+
 /// How many members have released a segment: a reference count that rises. Zero in a fresh page.
 using Releases = std::atomic<uint32_t>;
 static_assert(Releases::is_always_lock_free);
 
-Status Failed(const std::string& what) {
-  const int error = errno;
-  return Unavailable(what + ": " + std::strerror(error));
-}
+Status Failed(const std::string& what) { return SystemError(what, errno); }
 
 size_t RoundUp(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
@@ -223,12 +225,19 @@ Result<std::shared_ptr<std::byte>> HostMemory::Join(uint32_t set, std::span<cons
   return std::shared_ptr<std::byte>(segment + kHeadBytes, release);
 }
 
-/// Lengthens the file where it has to.
+/// Lengthens the file where it has to. Slice by slice: a signal undoes the whole call before Linux
+/// 5.18, so that under a profiler's timer a call for a gigabyte would never return.
 Status HostMemory::Reserve(size_t offset, size_t bytes) const {
-  while (fallocate(file_, 0, static_cast<off_t>(offset), static_cast<off_t>(bytes)) != 0) {
-    if (errno == EINTR) continue;
-    return ResourceExhausted("cannot allocate " + std::to_string(bytes) +
-                             " bytes of shared memory: " + std::strerror(errno));
+  for (size_t done = 0; done < bytes;) {
+    const size_t slice = std::min(bytes - done, kReserveBytes);
+    if (fallocate(file_, 0, static_cast<off_t>(offset + done), static_cast<off_t>(slice)) == 0) {
+      done += slice;
+    } else if (errno != EINTR) {
+      const int error = errno;
+      if (done > 0) Discard(offset, done);
+      return ResourceExhausted("cannot allocate " + std::to_string(bytes) +
+                               " bytes of shared memory: " + std::strerror(error));
+    }
   }
   return {};
 }

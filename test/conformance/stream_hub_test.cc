@@ -3,6 +3,10 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <malloc.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <memory>
@@ -114,6 +118,22 @@ TEST(StreamHub, WithoutPatienceNobodyIsSilent) {
   bell.Release();  // before the hub ends
 }
 
+TEST(StreamHub, AStreamThatIsNeverEmptyKeepsNothingThatItHasSent) {
+  Pair pair(0);
+  const std::string megabyte(1 << 20, 'x');
+  const auto held = [] { return mallinfo2().uordblks + mallinfo2().hblkhd; };
+  const auto send = [&] {
+    EXPECT_TRUE(pair.hubs[0]->Send(1, FrameType::kMessage, TextBytes(megabyte)).ok());
+  };
+  const size_t before = held();
+  for (int i = 0; i < 32; ++i) send();  // more than the kernel takes
+  for (int i = 0; i < 200; ++i) {
+    EXPECT_EQ(pair.Await(1).data.size(), megabyte.size());
+    send();
+  }
+  EXPECT_LT(held(), before + 160 * megabyte.size());
+}
+
 TEST(StreamHub, AReportIsAnEventAndStays) {
   Pair pair(0);
   EXPECT_TRUE(pair.hubs[1]->Reported().empty());
@@ -124,6 +144,71 @@ TEST(StreamHub, AReportIsAnEventAndStays) {
   pair.hubs[0]->Report(TextBytes("again"));
   EXPECT_EQ(Pair::TextOf(pair.Await(1)), "again");
   EXPECT_EQ(pair.hubs[1]->Reported(), event.data);
+}
+
+/// While it exists, this process gets no further descriptor.
+class NoDescriptors {
+ public:
+  NoDescriptors() {
+    (void)getrlimit(RLIMIT_NOFILE, &before_);
+    const int next = dup(STDERR_FILENO);
+    close(next);
+    const rlimit none{static_cast<rlim_t>(next), before_.rlim_max};
+    (void)setrlimit(RLIMIT_NOFILE, &none);
+  }
+  ~NoDescriptors() { (void)setrlimit(RLIMIT_NOFILE, &before_); }
+
+ private:
+  rlimit before_{};
+};
+
+/// Ten times as fast.
+class FastClock final : public Clock {
+ public:
+  int64_t NowNs() const override { return 10 * SteadyClock().NowNs(); }
+};
+
+const char* const kNone = "Too many open files; this process has all ";
+
+TEST(StreamHub, ARankWithoutDescriptorsThatConnectsSaysSoOfItself) {
+  const FastClock clock;
+  HubOptions options = OptionsOf(0, 0);
+  options.clock = &clock;
+  const std::unique_ptr<StreamHub> hub = std::move(StreamHub::Create(options).value());
+  hub->SetPeer(1, {ParseSocketAddress("127.0.0.1:1").value()});
+  const NoDescriptors none;
+  hub->Connect(1);
+  ASSERT_TRUE(hub->WaitForEvent(clock.NowNs() + kLongNs));
+  const Status status = hub->Next()->status;
+  EXPECT_EQ(status.code(), Code::kResourceExhausted);
+  EXPECT_EQ(status.facts().ranks, std::vector<int32_t>{0});
+  EXPECT_THAT(status.message(),
+              HasSubstr("rank 0 cannot connect to rank 1 at 127.0.0.1:1: " + std::string(kNone)));
+}
+
+TEST(StreamHub, ARankThatCannotAcceptWarnsOnceAndFailsOnlyIfItAwaitsSomebody) {
+  const FastClock clock;
+  LastLine log;
+  HubOptions options = OptionsOf(0, 0);
+  options.clock = &clock;
+  options.log = &log;
+  const std::unique_ptr<StreamHub> hub = std::move(StreamHub::Create(options).value());
+  Listening at = std::move(ListenOn({ParseSocketAddress("127.0.0.1:1").value()}, 0).value());
+  ASSERT_TRUE(hub->Listen(at.sockets.front().Release()).ok());
+  const int client = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  const NoDescriptors none;
+  ASSERT_EQ(connect(client, at.addresses[0].data(), at.addresses[0].size()), 0);
+  EXPECT_FALSE(hub->WaitForEvent(clock.NowNs() + kNsPerSecond));
+  EXPECT_EQ(log.count.load(), 1u);
+  EXPECT_THAT(log.text, HasSubstr("rank 0 cannot accept a connection: " + std::string(kNone)));
+  hub->Expect(1);
+  ASSERT_TRUE(hub->WaitForEvent(clock.NowNs() + kLongNs));
+  const HubEvent failed = std::move(*hub->Next());
+  EXPECT_EQ(failed.kind, HubEvent::Kind::kLost);
+  EXPECT_EQ(failed.status.code(), Code::kResourceExhausted);
+  EXPECT_EQ(failed.status.facts().ranks, std::vector<int32_t>{0});
+  EXPECT_EQ(log.count.load(), 1u);
+  close(client);
 }
 
 TEST(StreamHub, ARankThatIsOnlyWatchedAndCannotBeConnectedIsNotLost) {

@@ -1,5 +1,6 @@
 // The link over TCP on real sockets of the loopback interface, moved by one thread.
 #include <gtest/gtest.h>
+#include <malloc.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -210,6 +211,25 @@ TEST_F(TcpLinkTest, CountsOnWhereSetsShareANumber) {
     }
     for (auto& links : links_) links.clear();
   }
+}
+
+TEST_F(TcpLinkTest, KeepsLittleOfSetsThatHaveEnded) {
+  Open();
+  constexpr uint32_t kSets = 2000;
+  const Bytes sent = Pattern(100, 1);
+  size_t before = 0;
+  for (uint32_t uid = 0; uid < kSets; ++uid) {
+    if (uid == 100) before = mallinfo2().uordblks;
+    Bytes received(sent.size());
+    P2pLink& sender = Link(0, uid);
+    P2pLink& receiver = Link(1, uid);
+    Receive(receiver, 0, received);
+    Send(sender, 0, sent);
+    ASSERT_TRUE(AwaitAll(receiver, 0, Group::kContributions));
+    ASSERT_TRUE(AwaitAll(sender, 0, Group::kSends));
+    for (auto& links : links_) links.clear();
+  }
+  EXPECT_LT(mallinfo2().uordblks, before + 200 * kSets);
 }
 
 TEST_F(TcpLinkTest, NamesTheRankThatCannotBeReached) {

@@ -154,6 +154,7 @@ void Fill(const UpMessage& message, wire::Waits& waits) {
     for (const KeyName& key : one.keys) FillKey(key, *to.add_keys());
     to.set_may_go_on(one.may_go_on);
     to.set_in_order(one.in_order);
+    to.set_may_have_more_threads(one.may_have_more_threads);
     to.set_place(one.place);
   }
 }

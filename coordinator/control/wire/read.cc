@@ -277,6 +277,7 @@ Status Read(const wire::Waits& waits, UpMessage& message) {
     }
     to.may_go_on = one.may_go_on();
     to.in_order = one.in_order();
+    to.may_have_more_threads = one.may_have_more_threads();
     FARANDOLE_RETURN_IF_ERROR(ReadText("place", one.place(), kMaxTextBytes, to.place));
   }
   return {};

@@ -47,11 +47,15 @@ struct Incoming {
 
 /// Messages of one round between this rank and another in one set, or in sets one after the other
 /// that share a number: counting goes on.
-struct Channel {
+struct Counts {
   uint16_t sent = 0;      ///< Messages given to Send.
   uint16_t granted = 0;   ///< Receives that the other end has reported as posted.
   uint16_t posted = 0;    ///< Receives given to Receive.
   uint16_t reported = 0;  ///< Of those, reported to the other end.
+};
+
+/// What is in flight of them, besides.
+struct Channel : Counts {
   /// By sequence. Receives that are not complete are the last kLinkSlots posted, since each has a
   /// slot, and so many messages may come ahead.
   std::array<Incoming, 2 * kLinkSlots> incoming;
@@ -60,9 +64,13 @@ struct Channel {
 
   Incoming& At(uint16_t sequence) { return incoming[sequence % incoming.size()]; }
   bool MaySend(uint16_t sequence) const { return Ahead(sequence, granted) < kLinkSlots; }
+  bool is_idle() const { return held.empty() && std::ranges::all_of(incoming, &Incoming::is_free); }
 };
 
-using Channels = std::array<Channel, kRounds>;
+/// Of one set.
+struct Channels : std::array<Channel, kRounds> {
+  int links = 0;  ///< That use them.
+};
 
 /// Another rank: the sockets to it, and the messages of all sets.
 ///
@@ -75,8 +83,9 @@ class TcpPeer final : public TcpStream::Receiver {
 
   int rank() const { return id_.peer; }
   const Status& failure() const { return failure_; }
-  /// Of a set, by uid modulo kMaxLiveSets.
-  Channels& ChannelsOf(uint16_t set) { return sets_[set]; }
+  /// For a link of a set, by uid modulo kMaxLiveSets, until Close.
+  Channels& Open(uint16_t set);
+  void Close(uint16_t set);
 
   Status Send(Channels& channels, const TcpStream::Message& message);
   Status Receive(Channels& channels, size_t round, const Incoming& posted);
@@ -91,6 +100,8 @@ class TcpPeer final : public TcpStream::Receiver {
   Result<std::byte*> OnHeader(const TcpHeader& header) override;
   void OnReceived(const TcpHeader& header) override;
 
+  Channels& ChannelsOf(uint16_t set);
+  void DropIfIdle(uint16_t set);
   void Queue(Channels& channels, TcpStream::Message message);
   Status Connect();
   Result<bool> MoveAll();
@@ -105,8 +116,9 @@ class TcpPeer final : public TcpStream::Receiver {
   DataStreams& streams_;
   const StreamId id_;  // of the first socket
   std::vector<TcpStream> sockets_;
-  size_t next_socket_ = 0;  // for a long message
-  std::unordered_map<uint16_t, Channels> sets_;
+  size_t next_socket_ = 0;                                  // for a long message
+  std::unordered_map<uint16_t, Channels> sets_;             // with a link, or messages on their way
+  std::vector<std::array<Counts, kRounds>> counts_of_set_;  // of the others
   int awaited_ = 0;  // receives posted, and messages held, that are not complete
   Status failure_;
 };
@@ -132,7 +144,7 @@ struct TcpPeers {
 class TcpLink final : public P2pLink, public TcpStream::Sender {
  public:
   TcpLink(std::shared_ptr<TcpPeers> peers, uint32_t uid, std::span<const int> ranks);
-  ~TcpLink() override { (void)Cancel(); }
+  ~TcpLink() override;
 
   Status Send(int slot, Round round, int to, const std::byte* data, int64_t bytes) override;
   Status Receive(int slot, Round round, int from, std::byte* data, int64_t bytes) override;
@@ -179,6 +191,36 @@ TcpPeer::~TcpPeer() {
   for (const TcpStream& stream : sockets_) {
     if (stream.is_connected()) streams_.Unwatch(stream.socket());
   }
+}
+
+Channels& TcpPeer::Open(uint16_t set) {
+  Channels& channels = ChannelsOf(set);
+  ++channels.links;
+  return channels;
+}
+
+void TcpPeer::Close(uint16_t set) {
+  --ChannelsOf(set).links;
+  DropIfIdle(set);
+}
+
+Channels& TcpPeer::ChannelsOf(uint16_t set) {
+  const auto [found, is_new] = sets_.try_emplace(set);
+  if (is_new && set < counts_of_set_.size()) {
+    const std::array<Counts, kRounds>& counts = counts_of_set_[set];
+    for (size_t round = 0; round < kRounds; ++round)
+      static_cast<Counts&>(found->second[round]) = counts[round];
+  }
+  return found->second;
+}
+
+/// A job may use every number in turn, so of a set that has ended no more than its counts are kept.
+void TcpPeer::DropIfIdle(uint16_t set) {
+  const Channels& channels = sets_.at(set);
+  if (channels.links > 0 || !std::ranges::all_of(channels, &Channel::is_idle)) return;
+  if (set >= counts_of_set_.size()) counts_of_set_.resize(size_t{set} + 1);
+  std::ranges::copy(channels, counts_of_set_[set].begin());
+  sets_.erase(set);
 }
 
 Status TcpPeer::Send(Channels& channels, const TcpStream::Message& message) {
@@ -289,14 +331,17 @@ Result<std::byte*> TcpPeer::OnHeader(const TcpHeader& header) {
       header.bytes > kMostBytes || (!is_message && header.bytes > 0)) {
     return Broken("a header that means nothing");
   }
-  Channels& channels = sets_[header.set];
+  Channels& channels = ChannelsOf(header.set);
   for (size_t round = 0; round < kRounds; ++round) {
     if (Ahead(header.posted[round], channels[round].sent) > kLinkSlots) {
       return Broken("more receives than there are slots");
     }
   }
   TakeReport(channels, header);
-  if (!is_message) return static_cast<std::byte*>(nullptr);
+  if (!is_message) {
+    DropIfIdle(header.set);
+    return static_cast<std::byte*>(nullptr);
+  }
   Channel& channel = channels[header.kind];
   Incoming& incoming = channel.At(header.sequence);
   const int ahead = Ahead(header.sequence, channel.posted);
@@ -330,7 +375,7 @@ void TcpPeer::TakeReport(Channels& channels, const TcpHeader& header) {
 
 void TcpPeer::OnReceived(const TcpHeader& header) {
   if (header.kind == TcpHeader::kNoMessage) return;
-  Incoming& incoming = sets_[header.set][header.kind].At(header.sequence);
+  Incoming& incoming = ChannelsOf(header.set)[header.kind].At(header.sequence);
   incoming.is_complete = true;
   if (incoming.link != nullptr) Finish(incoming);
 }
@@ -362,6 +407,10 @@ void TcpPeer::Cancel(TcpLink& link, Channels& channels) {
 
 /// For good: what is queued goes nowhere any more.
 Status TcpPeer::Fail(const Status& status) {
+  if (status.code() == Code::kResourceExhausted) {  // this rank's, not the peer's
+    failure_ = FailedOn(streams_.rank(), status);
+    return failure_;
+  }
   const std::string peer = "rank " + std::to_string(rank());
   const std::string why =
       status.code() == Code::kUnavailable
@@ -381,12 +430,19 @@ TcpLink::TcpLink(std::shared_ptr<TcpPeers> peers, uint32_t uid, std::span<const 
     Peer member;
     if (rank != peers_->streams.rank()) {
       member.rank = peers_->Get(rank);
-      member.channels = &member.rank->ChannelsOf(set_);
+      member.channels = &member.rank->Open(set_);
     }
     members_.push_back(member);
   }
   for (SlotState& slot : slots_) slot.bytes.fill(std::vector<int64_t>(ranks.size()));
   last_bytes_ = slots_[0].bytes[0];
+}
+
+TcpLink::~TcpLink() {
+  (void)Cancel();
+  for (const Peer& peer : members_) {
+    if (peer.rank != nullptr) peer.rank->Close(set_);
+  }
 }
 
 Status TcpLink::Send(int slot, Round round, int to, const std::byte* data, int64_t bytes) {

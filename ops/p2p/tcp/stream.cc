@@ -9,7 +9,8 @@
 #include <cerrno>
 #include <cstring>
 #include <string>
-#include <system_error>
+
+#include "core/descriptors.h"
 
 namespace farandole {
 namespace {
@@ -20,11 +21,6 @@ static_assert(std::endian::native == std::endian::little, "headers travel as the
 constexpr size_t kParts = 16;
 /// Read in one call, which shares a thread with the control plane: about a chunk.
 constexpr int64_t kReadBytes = 256 * 1024;
-
-Status Failed(const char* call) {
-  return Unavailable(std::string(call) + ": " +
-                     std::error_code(errno, std::generic_category()).message());
-}
 
 bool WouldBlock() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR; }
 
@@ -65,7 +61,7 @@ Result<bool> TcpStream::Write() {
     message.msg_iovlen = count;
     const ssize_t written = sendmsg(socket_, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (written < 0 && WouldBlock()) break;
-    if (written < 0) return Failed("send");
+    if (written < 0) return SystemError("send", errno);
     moved = true;
     Account(written);
     if (written < asked) break;
@@ -97,7 +93,7 @@ Result<bool> TcpStream::Read(Receiver& receiver) {
     const size_t asked = parts[1].iov_len + (direct ? parts[0].iov_len : 0);
     const ssize_t got = readv(socket_, direct ? parts : parts + 1, direct ? 2 : 1);
     if (got < 0 && WouldBlock()) break;
-    if (got < 0) return Failed("receive");
+    if (got < 0) return SystemError("receive", errno);
     if (got == 0) return Unavailable("the other end has closed the connection");
     total += got;
     const int64_t placed = std::min<int64_t>(left_, got);

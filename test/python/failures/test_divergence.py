@@ -136,6 +136,15 @@ _FINE = {
         reduce("a" if rank else "b")
         thread.join()
         """,
+    "a daemon that has not called yet": """
+        def other():
+            time.sleep(0.5)
+            reduce("b" if rank else "a")
+        thread = threading.Thread(target=other, daemon=True)
+        thread.start()
+        reduce("a" if rank else "b")
+        thread.join()
+        """,
     "a rank that has joined": "if rank: reduce('a')\nfl.join()",
 }
 

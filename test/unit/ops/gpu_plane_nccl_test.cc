@@ -99,7 +99,7 @@ TEST_F(GpuPlaneOverNccl, AbandonFreesAStreamThatWaitsForAPeer) {
   ASSERT_TRUE(StepUntil([&] { return given.last.state == State::kLaunched; }));
   StepOften();
   EXPECT_EQ(given.last.state, State::kWaiting);
-  EXPECT_EQ(given.last.poll_after_ns, 50'000);
+  EXPECT_GE(given.last.poll_after_ns, 50'000);
   EXPECT_FALSE(plane(0).collective().Idle());
   given.operation->Abandon();
   given.operation = nullptr;

@@ -37,7 +37,9 @@ TEST_F(GpuPlaneTest, IsLaunchedBeforeItsEndAndDoneAfterItAndInOrder) {
   Launch(second);
   StepOften();
   EXPECT_EQ(first.last.state, State::kWaiting);
-  EXPECT_EQ(first.last.poll_after_ns, 50'000);
+  EXPECT_GE(first.last.poll_after_ns, 50'000);
+  EXPECT_TRUE(StepUntil([&] { return first.last.poll_after_ns > 50'000; }));  // it takes long
+  EXPECT_LE(first.last.poll_after_ns, 1'000'000);
   EXPECT_FALSE(first.last.for_inputs);
   EXPECT_EQ(second.last.state, State::kWaiting);
   EXPECT_EQ(second.last.poll_after_ns, kByDoorbell);  // the first one polls for both

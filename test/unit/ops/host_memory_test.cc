@@ -3,10 +3,12 @@
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/time.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <csignal>
 #include <cstring>
 #include <fstream>
 #include <memory>
@@ -130,6 +132,21 @@ TEST_F(HostMemoryTest, FreesBuffersAndUsesTheirAddressesAgain) {
   first = ends_[1]->Allocate(4096).value();
   EXPECT_EQ(first.get(), address);
   EXPECT_EQ(*first, std::byte{0});
+}
+
+TEST_F(HostMemoryTest, AllocatesALargeBufferUnderAProfilersTimer) {
+  struct sigaction before {};
+  struct sigaction profiler {};
+  profiler.sa_handler = [](int) {};
+  ASSERT_EQ(sigaction(SIGPROF, &profiler, &before), 0);
+  const itimerval often = {{0, 500}, {0, 500}};
+  ASSERT_EQ(setitimer(ITIMER_PROF, &often, nullptr), 0);
+  const Result<std::shared_ptr<std::byte>> buffer = ends_[0]->Allocate(200 << 20);
+  const itimerval never{};
+  (void)setitimer(ITIMER_PROF, &never, nullptr);
+  (void)sigaction(SIGPROF, &before, nullptr);
+  EXPECT_TRUE(buffer.ok()) << buffer.status().message();
+  EXPECT_GT(Used(), 200 << 20);
 }
 
 TEST_F(HostMemoryTest, KeepsBuffersInQuarantine) {

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <tuple>
 
 namespace farandole {
 namespace {
@@ -25,6 +26,20 @@ TEST(CallerThreads, CountNoWaitWithALimit) {
   CallerThreads::Waiting waiting(threads, *work, false);
   waiting.Sleeps();
   EXPECT_FALSE(threads.AllWait());
+}
+
+TEST(CallerThreads, KnowAllIfAsManyHaveCalledAsThereAre) {
+  CallerThreads threads;
+  const auto work = std::make_shared<Work>();
+  for (const auto& [program, helpers, knows_all] :
+       {std::tuple(0, 0, false), {1, 0, true}, {1, 1, false}, {2, 0, false}}) {
+    CallerThreads::WaitInSlices(program, helpers);
+    CallerThreads::Waiting waiting(threads, *work, true);
+    waiting.Sleeps();
+    EXPECT_EQ(threads.KnowsAll(), knows_all) << program << ", " << helpers;
+    EXPECT_EQ(threads.AllWait(), program < 2);
+  }
+  CallerThreads::WaitInSlices(0, 0);
 }
 
 }  // namespace

@@ -265,6 +265,39 @@ TEST_F(GradientRounds, FailOnAllRanksWithTheReasonOfOneAndGoOn) {
   EXPECT_THAT(data(1, 1), ElementsAre(2.0f, 2.0f));
 }
 
+// The first rank is a program of another kind.
+TEST_F(GradientRounds, RefuseAnOrderThatHasNotEachGradientOnce) {
+  options_.prefix = "p.";
+  Open(2, 2);
+  for (const int32_t i : {0, 1}) Mark(1, i, 1.0f);
+  ASSERT_TRUE(round(1).End({}).ok());
+  int32_t order[] = {1, 7};
+  const auto start = [&](const char* name, const std::vector<TensorSignature>& tensors,
+                         const std::vector<void*>& memory) {
+    Signature signature;
+    signature.tensors = tensors;
+    OperationRegistry& operations = job_->engine(0).operations();
+    const HeldOperation held(
+        operations.Prepare({kGlobalSet, OpKind::kAllreduce, name}, signature).value());
+    const std::vector<const void*> in(memory.begin(), memory.end());
+    EXPECT_TRUE(job_->engine(0).Start(*held, in, memory).ok());
+  };
+  start("p.group 0 of 1", {{"0", DType::kFloat32, {2}}, {"1", DType::kFloat32, {2}}},
+        {data(0, 0).data(), data(0, 1).data()});
+  start("p.number and order",
+        {{"order", DType::kInt32, {2}}, {"number of wrapped optimizers", DType::kInt32, {0, 0}}},
+        {order, nullptr});
+  job_->SettleHeld();
+  Status outcome;
+  ASSERT_TRUE(round(1).Wait(0, &outcome));
+  EXPECT_TRUE(outcome.ok()) << outcome.message();
+  EXPECT_EQ(round(1).group_count(), 0);
+  for (const int32_t i : {0, 1}) Mark(1, i, 1.0f);
+  const Status refused = round(1).End({});
+  EXPECT_EQ(refused.code(), Code::kInternal);
+  EXPECT_THAT(refused.message(), HasSubstr("sent an order of gradients that does not have each"));
+}
+
 TEST_F(GradientRounds, RefuseWhatIsOutOfTurn) {
   Open(1, 2);
   EXPECT_EQ(round(0).Mark(2, nullptr, nullptr, GradientVote::kAbsent).code(),

@@ -141,6 +141,7 @@ struct Node final : IgnoringListener {
   void OnWork(const WorkDecision& work) override { number = work.number; }
   bool Holds(KeyId) const override { return true; }
   bool IsBlocked() const override { return is_blocked; }
+  bool KnowsAllThreads() const override { return knows_all_threads; }
   bool AskActivity() override {
     ++place_questions;
     return !place.empty();
@@ -156,6 +157,7 @@ struct Node final : IgnoringListener {
   std::vector<std::pair<int, DownMessage>> down;
   int64_t number = 0;  // of the last decision
   bool is_blocked = false;
+  bool knows_all_threads = true;
   std::string place;
   bool is_place_known = true;
   int questions = 0;
@@ -248,6 +250,28 @@ TEST(Divergence, EndsTheJobWithin100Ms) {
   for (int r = 0; r < 4; ++r) job.SubmitAndWait(r, r == 2 ? "losss" : "loss");
   job.Pass(60);
   job.ExpectDiverged({0, 1, 2, 3});
+}
+
+TEST(Divergence, GivesThreadsThatHaveMadeNoCallASecond) {
+  Job job({-1, 0, 1});
+  job[2].knows_all_threads = false;
+  for (int step = 0; step < 3; ++step) {  // a second in all, in which the ranks are found twice
+    for (int r = 0; r < 3; ++r) job.SubmitAndWait(r, r == 2 ? "b" : "a");
+    job.Pass(600);
+    job.ExpectOk();
+    for (int r = 0; r < 3; ++r) job.Submit(r, r == 2 ? "a" : "b");  // by such a thread
+    job.Settle();
+    for (int r = 0; r < 3; ++r) {
+      job[r].is_blocked = false;
+      for (int64_t number = 1; number <= job[r].number; ++number)
+        job[r].negotiation.BatchDone(number, 0);
+    }
+  }
+  for (int r = 0; r < 3; ++r) job.SubmitAndWait(r, r == 2 ? "c" : "a");
+  job.Pass(1000);
+  job.ExpectOk();
+  job.Pass(1100);
+  job.ExpectDiverged({0, 1, 2});
 }
 
 TEST(Divergence, WaitsForARankThatMaySubmit) {
