@@ -1,5 +1,6 @@
 #include "core/flight_recorder.h"
 
+#include <fcntl.h>
 #include <pthread.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -13,6 +14,7 @@
 #include <condition_variable>
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <mutex>
@@ -136,6 +138,15 @@ bool CanWrite(uint64_t process) {
   return std::strchr("ZXTt", line[name_end + 2]) == nullptr;
 }
 
+bool WriteAll(int file, std::string_view text) {
+  while (!text.empty()) {
+    const ssize_t count = write(file, text.data(), text.size());
+    if (count < 0) return false;  // no signal interrupts the thread that writes
+    text.remove_prefix(static_cast<size_t>(count));
+  }
+  return true;
+}
+
 // Grows with every request and every signal, and wakes the threads of all ranks of the process.
 std::atomic<uint32_t> news{0};
 std::atomic<uint32_t> signals{0};
@@ -209,14 +220,12 @@ struct FlightRecorder::Shared {
     return options.folder + "/" + name;
   }
 
-  // Under a name of its own first: who reads the folder finds whole files only.
-  void WriteFile(const FlightRing& ring, const std::string& why, const Status& failure) const {
+  std::string ContentOf(const FlightRing& ring, const std::string& why,
+                        const Status& failure) const {
     const uint64_t place = ring.place.load();
     const auto rank = static_cast<int>(place >> 32);
     const auto wall_ns = static_cast<int64_t>(ring.wall_ns.load());
-    const std::string path = PathOf(rank);
-    const std::string partial = path + ".part";
-    std::ofstream out(partial);
+    std::ostringstream out;
     out << R"({"rank": )" << rank << R"(, "size": )" << (place & UINT32_MAX) << R"(, "host": )"
         << Quoted(options.host) << R"(, "pid": )" << ring.process.load() << R"(, "job": )"
         << Quoted(options.job) << R"(, "version": )" << Quoted(options.version) << R"(, "reason": )"
@@ -229,8 +238,18 @@ struct FlightRecorder::Shared {
       WriteEvent(out << std::exchange(between, ",\n  "), event, wall_ns);
     }
     out << "]}\n";
-    out.close();
-    if (!out || std::rename(partial.c_str(), path.c_str()) != 0) {
+    return std::move(out).str();
+  }
+
+  // First under a name that did not exist: who reads the folder finds whole files only, and in a
+  // folder that others may write to nothing is written through a link of theirs.
+  void WriteFile(const FlightRing& ring, const std::string& why, const Status& failure) const {
+    const std::string path = PathOf(static_cast<int>(ring.place.load() >> 32));
+    std::string partial = path + ".XXXXXX";
+    const int file = mkostemp(partial.data(), O_CLOEXEC);  // O_EXCL, mode 0600
+    if (file < 0) return;
+    const bool is_whole = WriteAll(file, ContentOf(ring, why, failure));
+    if (close(file) != 0 || !is_whole || std::rename(partial.c_str(), path.c_str()) != 0) {
       (void)std::remove(partial.c_str());  // a full disk: nothing is better than a half
     }
   }

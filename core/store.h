@@ -21,7 +21,8 @@ class Store {
 };
 
 /// A folder that all ranks see, with a file for each key; it appears whole, by renaming. The folder
-/// is made, mode 0700, if it does not exist.
+/// is made, mode 0700, if it does not exist. It and a value's file must belong to this user, and
+/// nobody else may write to them: Get otherwise returns Unavailable.
 /// @return InvalidArgument naming the path and the reason.
 Result<std::unique_ptr<Store>> OpenFileStore(const std::string& folder);
 

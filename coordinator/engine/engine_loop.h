@@ -83,6 +83,7 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   void OnLeft(int rank) override;
   void OnShutdown() override { lifecycle_.ShutDown(); }
   void OnReport(const std::string& text) override;
+  void OnStallReported() override { tracing_.OnStallReported(); }
   std::vector<std::string> OnStalls(const std::vector<StallFacts>& stalls) override;
   void OnStallShutdown(const Status& error) override { agreed_error_ = error; }
   bool IsBlocked() const override;

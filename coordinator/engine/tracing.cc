@@ -97,13 +97,16 @@ void Tracing::OnStalls(const std::vector<StallFacts>& stalls, bool is_news, int6
                                .set = stall.key.set,
                                .at_ns = now_ns},
                               stall.key.name);
-    recorder_->Dump("stall");
   }
   if (!on()) return;
   for (const StallFacts& stall : stalls) {
     const uint32_t track = timeline_->NameTrack(TrackName(stall.key));
     timeline_->Add({track, "STALL", now_ns, now_ns, -1, -1, true, DescribeStall(stall)});
   }
+}
+
+void Tracing::OnStallReported() {
+  if (recorder_ != nullptr) recorder_->Dump("stall");
 }
 
 void Tracing::AddSpan(Operation& operation, const char* what, int64_t begin_ns, int64_t now_ns) {

@@ -29,6 +29,8 @@ class Tracing {
   void OnBatchDone(const Batch& batch, int64_t began_ns, int64_t now_ns);
   /// @param is_news  They are reported now, and not only seen again.
   void OnStalls(const std::vector<StallFacts>& stalls, bool is_news, int64_t now_ns);
+  /// Each rank that reads of a stall writes its file, so that all of them together explain it.
+  void OnStallReported();
 
  private:
   bool on() const { return timeline_ != nullptr && timeline_->on(); }

@@ -636,6 +636,7 @@ void Applier::Report(const DownMessage& message) {
   if (!is_own && !is_concerned) return;
   std::istringstream lines(message.text);
   for (std::string line; std::getline(lines, line);) node_.listener.OnReport(line);
+  node_.listener.OnStallReported();
 }
 
 }  // namespace farandole

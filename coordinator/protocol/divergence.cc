@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 #include <tuple>
 #include <utility>
 
@@ -55,6 +56,45 @@ std::string DescribeCalls(const std::vector<KeyName>& keys) {
     text += (i > 0 ? ", " : "") + calls[i];
   if (calls.size() > kDivergedListed) text += ", ... (" + std::to_string(calls.size()) + " calls)";
   return text;
+}
+
+/// Ranks at the same place that wait for the same calls, though not for the same keys of these.
+struct CallGroup {
+  std::vector<int32_t> ranks;
+  std::string calls;
+  std::string place;
+};
+std::vector<CallGroup> GroupsOf(const std::vector<WaitingRanks>& diverged) {
+  std::vector<CallGroup> groups;
+  for (const WaitingRanks& one : diverged) {
+    const std::string calls = DescribeCalls(one.keys);
+    auto same = std::ranges::find_if(groups, [&](const CallGroup& group) {
+      return group.calls == calls && group.place == one.place;
+    });
+    if (same == groups.end()) same = groups.insert(groups.end(), {{}, calls, one.place});
+    same->ranks.insert(same->ranks.end(), one.ranks.begin(), one.ranks.end());
+  }
+  return groups;
+}
+
+/// Those that wait for other calls than more than half of `all` ranks do. None if process sets
+/// differ: those that wait in a small set for one of a large one are no less right.
+std::vector<int32_t> OddOnes(const std::vector<WaitingRanks>& diverged, size_t all) {
+  std::map<std::string, std::vector<int32_t>> by_calls;
+  for (const WaitingRanks& one : diverged) {
+    std::vector<int32_t>& ranks = by_calls[DescribeCalls(one.keys)];
+    ranks.insert(ranks.end(), one.ranks.begin(), one.ranks.end());
+    for (const KeyName& key : one.keys) {
+      if (key.set != diverged.front().keys.front().set) return {};
+    }
+  }
+  const auto is_most = [all](const auto& group) { return 2 * group.second.size() > all; };
+  std::vector<int32_t> odd;
+  if (std::ranges::none_of(by_calls, is_most)) return odd;
+  for (const auto& group : by_calls) {
+    if (!is_most(group)) odd.insert(odd.end(), group.second.begin(), group.second.end());
+  }
+  return odd;
 }
 
 /// Names that may be one name written in two ways: few edits, and more than a number differs, as
@@ -136,16 +176,30 @@ std::vector<size_t> OutOfOrder(std::span<const WaitingRanks> waiting) {
   return found;
 }
 
-std::string DescribeDivergence(const std::vector<WaitingRanks>& diverged, bool were_run) {
+std::string DescribeDivergence(const std::vector<WaitingRanks>& diverged, bool were_run,
+                               const std::vector<int32_t>& others) {
   std::string text = "ranks wait for different operations, and none can go on: ";
-  for (size_t i = 0; i < diverged.size() && i < kDivergedListed; ++i) {
-    const std::vector<int32_t>& ranks = diverged[i].ranks;
-    text += (i > 0 ? "; " : "") + DescribeRanks(ranks) +
-            (ranks.size() == 1 ? " waits for " : " wait for ") + DescribeCalls(diverged[i].keys);
-    if (!diverged[i].place.empty()) text += " at " + diverged[i].place;
+  const std::vector<CallGroup> groups = GroupsOf(diverged);
+  size_t all = others.size();
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const CallGroup& group = groups[i];
+    all += group.ranks.size();
+    if (i >= kDivergedListed) continue;
+    text += (i > 0 ? "; " : "") + DescribeRanks(group.ranks) +
+            (group.ranks.size() == 1 ? " waits for " : " wait for ") + group.calls;
+    if (!group.place.empty()) text += " at " + group.place;
   }
-  if (diverged.size() > kDivergedListed)
-    text += "; ... (" + std::to_string(diverged.size()) + " groups)";
+  if (groups.size() > kDivergedListed)
+    text += "; ... (" + std::to_string(groups.size()) + " groups)";
+  if (!others.empty()) {
+    text += "; " + DescribeRanks(others) + (others.size() == 1 ? " has" : " have") +
+            " not come that far";
+  }
+  const std::vector<int32_t> odd = OddOnes(diverged, all);
+  if (!odd.empty()) {
+    text += "; " + DescribeRanks(odd) +
+            (odd.size() == 1 ? " is the odd one out" : " are the odd ones out");
+  }
   if (std::ranges::all_of(diverged, &WaitingRanks::in_order)) {
     return text + "; all ranks must make the same calls in the same order";
   }
@@ -156,7 +210,7 @@ std::string DescribeDivergence(const std::vector<WaitingRanks>& diverged, bool w
   };
   const auto count = std::ranges::count_if(diverged, has_gradients);
   if (count > 0 && static_cast<size_t>(count) < diverged.size()) {
-    return text + "; " + kSameBackwardPasses;
+    return text + "; " + kBackwardIsACall;
   }
   if (were_run) return text + "; all of them were run before: the orders of the calls differ";
   return text + "; all ranks must call the same collectives in the same order";
@@ -356,7 +410,12 @@ void Divergence::Judge() {
   }
   FailureFacts facts;
   bool were_run = true;
+  std::set<int32_t> others;  // whom these ranks wait for
   for (WaitingRanks& one : diverged) {
+    for (int32_t rank = 0; rank < node_.options.size; ++rank) {
+      const auto needs = [&](const KeyName& key) { return is_awaited(key, rank); };
+      if (std::ranges::any_of(one.keys, needs)) others.insert(rank);
+    }
     facts.ranks.insert(facts.ranks.end(), one.ranks.begin(), one.ranks.end());
     for (KeyName& key : one.keys) {
       were_run = were_run && node_.keys.At(node_.keys.Intern(key)).closed > 0;
@@ -365,10 +424,12 @@ void Divergence::Judge() {
   }
   std::ranges::sort(diverged, {}, [](const WaitingRanks& one) { return one.ranks.front(); });
   std::ranges::sort(facts.ranks);
+  for (const int32_t rank : facts.ranks) others.erase(rank);
   facts.kind = FailureKind::kDiverged;
   facts.cause = "ranks wait for different operations";
   facts.tensor = diverged.front().keys.front().name;
-  decider_.ShutDown(Status(Code::kMismatch, DescribeDivergence(diverged, were_run), facts));
+  const std::string text = DescribeDivergence(diverged, were_run, {others.begin(), others.end()});
+  decider_.ShutDown(Status(Code::kMismatch, text, facts));
 }
 
 }  // namespace farandole

@@ -38,9 +38,12 @@ std::vector<size_t> CannotGoOn(
 std::vector<size_t> OutOfOrder(std::span<const WaitingRanks> waiting);
 
 /// ranks wait for different operations, and none can go on: rank 0 waits for allreduce "a"; ...
+/// If more than half of the ranks wait for the same, the others are called the odd ones out.
 /// @param diverged  At least one, which one of the above gave, with keys as the user knows them.
 /// @param were_run  All these operations have been run before.
-std::string DescribeDivergence(const std::vector<WaitingRanks>& diverged, bool were_run);
+/// @param others    Ranks that these operations need, too, but that are not stuck yet.
+std::string DescribeDivergence(const std::vector<WaitingRanks>& diverged, bool were_run,
+                               const std::vector<int32_t>& others = {});
 
 /// A rank whose threads all wait says so (Blocked); rank 0 then asks all ranks what they wait for.
 /// The question travels with the decisions and the answers with the votes, so that answers are

@@ -89,6 +89,8 @@ class NegotiationListener {
   virtual void OnShutdown() = 0;
   /// A line for the user: on the node that has something to say, and, of a stall, on all members.
   virtual void OnReport(const std::string& text) = 0;
+  /// Such lines about a stall have come: on all members, and where it was decided or missed.
+  virtual void OnStallReported() {}
   /// What has stalled at about the same time, where the sets are decided for.
   /// @return what the members shall read about it, by OnReport; may be empty.
   virtual std::vector<std::string> OnStalls(const std::vector<StallFacts>& stalls) = 0;

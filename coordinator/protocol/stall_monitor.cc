@@ -129,12 +129,12 @@ void StallMonitor::ReportUnheard() {
       DescribeUnheard(node_.sets.ForUser(key.name), unheard_.size(), node_.now_ns - key.since_ns,
                       node_.options.rank, node_.sets.parent());
   const int64_t shutdown_ns = node_.options.stall_shutdown_ns;
-  if (shutdown_ns <= 0) return node_.listener.OnReport(text);
-  if (node_.now_ns - key.since_ns >= shutdown_ns) {
+  if (shutdown_ns > 0 && node_.now_ns - key.since_ns >= shutdown_ns) {
     return node_.listener.OnStallShutdown(ShutdownError(text));
   }
-  unheard_ns_ = key.since_ns + shutdown_ns;
+  if (shutdown_ns > 0) unheard_ns_ = key.since_ns + shutdown_ns;
   node_.listener.OnReport(text);
+  node_.listener.OnStallReported();
 }
 
 /// The key may be new here: votes wait below until all ranks of a branch have voted, stalls do not.

@@ -250,7 +250,7 @@ std::string DescribeStall(const std::vector<const StallFacts*>& stalls) {
     });
   });
   if (went_on) {
-    text += std::string("; ") + kSameBackwardPasses;
+    text += std::string("; ") + kBackwardIsACall;
   }
   return text;
 }

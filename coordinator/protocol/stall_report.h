@@ -31,10 +31,11 @@ bool IsStall(const StallFacts& facts);
 std::string DescribeCall(const KeyName& key);
 /// Whether an optimizer submitted the key.
 bool IsOfGradients(const KeyName& key);
-/// The advice where ranks differ in whether they wait for gradients.
-inline constexpr char kSameBackwardPasses[] =
-    "all ranks must run the same number of backward passes before step(); if a rank skips "
-    "backward() and goes on to another collective, give DistributedOptimizer complete=\"step\"";
+/// The advice where ranks differ in whether they wait for gradients: which of them has skipped a
+/// call, or made one more, is not known.
+inline constexpr char kBackwardIsACall[] =
+    "all ranks must make the same calls in the same order; backward() is such a call, or step() "
+    "where DistributedOptimizer has complete=\"step\"";
 /// Tensors of gradients in a key that DescribeCall does not distinguish, for an Answer.
 void NameGradients(const KeyName& key, const Signature& signature, Answer& answer);
 

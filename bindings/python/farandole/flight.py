@@ -11,11 +11,12 @@ import json
 import os
 import pathlib
 import socket
+import stat
 import struct
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 _MOST_LINES = 20
@@ -35,6 +36,8 @@ _CODES = ("OK", "InvalidArgument", "Mismatch", "Timeout", "Unavailable", "Aborte
 _FINAL = ("Timeout", "Unavailable", "Internal")  # codes of errors that end all work
 _MEMORY = "/memfd:farandole (deleted)", "/memfd:flight-farandole (deleted)"
 _BEFORE_RINGS = 1 << 18  # bytes, at most
+_MOST_BYTES = 1 << 23  # of a file; a name has at most 72, and an error a few KiB
+_MOST_RANKS = 1 << 20
 
 
 class UnreadableError(Exception):
@@ -97,39 +100,79 @@ def _ranks(ranks: Iterable[int]) -> str:
     return "ranks " + ", ".join(words[:-1]) + f" and {words[-1]}"
 
 
+def _printable(text: str) -> str:
+    """Without what would control a terminal, or change the order of what is read."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _read(path: pathlib.Path) -> bytes:
+    """A file of this user, or of the folder's owner, whom the caller has chosen."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(file, "rb") as opened:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is not a file")
+        if status.st_uid not in (os.geteuid(), path.parent.stat().st_uid):
+            raise ValueError(f"it belongs to user {status.st_uid}, who is neither you nor the folder's owner")
+        content = opened.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise ValueError(f"it is larger than {_MOST_BYTES} bytes")
+    return content
+
+
+def _number(said: dict[str, Any], key: str, below: int = 1 << 64) -> int:
+    value = said[key]
+    if type(value) is not int or not 0 <= value < below:
+        raise ValueError(f"{key} is not a number from 0 to {below - 1}")
+    return value
+
+
+def _text(said: dict[str, Any], key: str) -> str:
+    if not isinstance(said[key], str):
+        raise ValueError(f"{key} is not a text")
+    return str(said[key])
+
+
+def _event(said: dict[str, Any]) -> Event:
+    return Event(
+        _text(said, "step"), _text(said, "kind"), _text(said, "name"), _number(said, "set"), _number(said, "call"),
+        _text(said, "code"), _number(said, "at_ns", 1 << 63) / 1e9, _number(said, "finished_ns") > 0,
+    )  # fmt: skip
+
+
 def _of_file(path: pathlib.Path) -> Flight:
     try:
-        said = json.loads(path.read_text())
-        events = [
-            Event(
-                one["step"],
-                one["kind"],
-                one["name"],
-                one["set"],
-                one["call"],
-                one["code"],
-                one["at_ns"] / 1e9,
-                one["finished_ns"] > 0,
-            )
-            for one in said["events"]
-        ]
+        said = json.loads(_read(path))
+        size = _number(said, "size", _MOST_RANKS + 1)
+        rank, pid, error = _number(said, "rank", size), _number(said, "pid"), said["error"]
+        if error is not None:
+            error = {"message": _text(error, "message"), "ranks": [one for one in error["ranks"] if type(one) is int]}
         return Flight(
-            said["rank"], said["size"], said["pid"], said["host"], events,
-            said["job"], said["reason"], said["written_ns"] / 1e9, said["error"],
+            rank, size, pid, _text(said, "host"), [_event(one) for one in said["events"]],
+            _text(said, "job"), _text(said, "reason"), _number(said, "written_ns", 1 << 63) / 1e9, error,
         )  # fmt: skip
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UnreadableError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
 
 
-def read_folder(folder: pathlib.Path) -> list[Flight]:
+def read_folder(folder: pathlib.Path, warn: Callable[[str], object] = lambda _: None) -> list[Flight]:
     """The newest file of each rank of the job that wrote last, by rank.
 
+    Args:
+        folder: Where the ranks left their files.
+        warn: Gets a line about each file that cannot be read.
     Raises:
-        UnreadableError: There is none, or one that is not whole; it is named.
+        UnreadableError: There is none that can be read.
     """
-    flights = sorted(map(_of_file, folder.glob("farandole-*-rank*.json")), key=lambda flight: flight.written_s)
+    flights: list[Flight] = []
+    for path in sorted(folder.glob("farandole-*-rank*.json")):
+        try:
+            flights.append(_of_file(path))
+        except UnreadableError as error:
+            warn(str(error))
     if not flights:
-        raise UnreadableError(f"{folder}: no files of flight recorders (farandole-*-rank*.json)")
+        raise UnreadableError(f"{folder}: no files of flight recorders (farandole-*-rank*.json) that can be read")
+    flights.sort(key=lambda flight: flight.written_s)
     newest = flights[-1]
     alike = [flight for flight in flights if (flight.job, flight.size) == (newest.job, newest.size)]
     return sorted({flight.rank: flight for flight in alike}.values())
@@ -158,7 +201,7 @@ def _error(flights: Sequence[Flight]) -> Iterator[str]:
 
 
 def _waits(flights: Sequence[Flight]) -> Iterator[str]:
-    """Who waits for whom, for what, since when."""
+    """Who waits for whom, for what, since when. Who has no file, or an older one, may well have submitted it."""
     everybody = set(range(flights[0].size))
     waiting: dict[tuple[int, str, str], dict[int, Event]] = {}
     for flight in flights:
@@ -168,12 +211,16 @@ def _waits(flights: Sequence[Flight]) -> Iterator[str]:
         members = everybody
         if number:
             members = {flight.rank for flight in flights if any(event.set == number for event in flight.events)}
-        missing = members - events.keys()
         first = min(events.values(), key=lambda event: event.at_s)
+        known = {flight.rank for flight in flights if not flight.written_s or flight.written_s > first.at_s}
+        missing, unknown = (members & known) - events.keys(), members - known - events.keys()
         has = "has" if len(events) == 1 else "have"
-        which = f"for {_ranks(missing)} " if missing else "for its end, though all have submitted it, "
+        which = f"for {_ranks(missing)} " if missing else ""
+        if not missing and not unknown:
+            which = "for its end, though all have submitted it, "
         call = f" (call {first.call})" if first.call else ""
-        yield f"{_ranks(events).capitalize()} {has} waited {which}in {first}{call} since {_clock(first.at_s)}."
+        unsure = f"; no file says whether {_ranks(unknown)} submitted it" if unknown else ""
+        yield f"{_ranks(events).capitalize()} {has} waited {which}in {first}{call} since {_clock(first.at_s)}{unsure}."
 
 
 def _parting(flights: Sequence[Flight]) -> Iterator[str]:
@@ -216,7 +263,7 @@ def explain(flights: Sequence[Flight]) -> str:
         lines.append("No rank waits for another one.")
     if missing := set(range(flights[0].size)) - {flight.rank for flight in flights}:
         lines.append(f"There is no file of {_ranks(missing)}.")
-    return "\n".join(lines)
+    return "\n".join(map(_printable, lines))
 
 
 def _of_ring(ring: bytes) -> Flight | None:
@@ -237,14 +284,18 @@ def _of_ring(ring: bytes) -> Flight | None:
 
 def _of_memory(path: str) -> list[Flight]:
     """The recorders in a file of shared memory: beside one another, not far from its beginning."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
+            return []
         head = os.pread(file, _BEFORE_RINGS, 0)
         begin = next((at for at in range(0, len(head), _LINE) if head.startswith(_MAGIC, at)), None)
         if begin is None:
             return []
         _, _, size, *_ = _HEADER.unpack_from(os.pread(file, _LINE, begin))
-        rings = (_of_ring(os.pread(file, _RING, begin + i * _RING)) for i in range(size))
+        most = (status.st_size - begin) // _RING
+        rings = (_of_ring(os.pread(file, _RING, begin + i * _RING)) for i in range(min(size, most)))
         return [flight for flight in rings if flight]
     finally:
         os.close(file)
@@ -260,7 +311,7 @@ def running() -> list[list[Flight]]:
                     continue
                 status = path.stat()
                 identity = status.st_dev, status.st_ino
-                if identity not in found:
+                if identity not in found and status.st_uid == folder.parent.stat().st_uid:
                     found[identity] = _of_memory(str(path))
         except OSError:  # it has ended meanwhile, or is another user's
             continue
@@ -292,13 +343,13 @@ def list_jobs() -> Iterator[str]:
         for flight in flights:
             last = flight.last()
             what = f"{last}, {max(now_s - last.at_s, 0):.1f} s ago" if last else "nothing"
-            rows.append((str(flight.rank), str(flight.pid), what, _state(flight, now_s)))
+            rows.append((str(flight.rank), str(flight.pid), _printable(what), _printable(_state(flight, now_s))))
         widths = [max(map(len, column)) for column in zip(*rows)]
         yield f"{len(flights)} of {flights[0].size} ranks of a job, on {flights[0].host}:"
         for row in rows:
             yield "  " + "  ".join(word.ljust(width) for word, width in zip(row, widths)).rstrip()
         if len(flights) == flights[0].size:
-            yield from (f"  {line}" for line in _waits(flights))
+            yield from (f"  {_printable(line)}" for line in _waits(flights))
 
 
 def main_explain(argv: Sequence[str]) -> int:
@@ -308,10 +359,14 @@ def main_explain(argv: Sequence[str]) -> int:
         description="Says from the files in a folder who failed, who waits for whom, and where the ranks part.",
     )
     parser.add_argument("folder", type=pathlib.Path, help="FARANDOLE_FLIGHT_RECORDER_DIR of the job, of all its hosts")
+
+    def warn(text: object) -> None:
+        print(f"farandole explain: {_printable(str(text))}", file=sys.stderr)
+
     try:
-        print(explain(read_folder(parser.parse_args(argv).folder)))
+        print(explain(read_folder(parser.parse_args(argv).folder, warn)))
     except UnreadableError as error:
-        print(f"farandole explain: {error}", file=sys.stderr)
+        warn(error)
         return 1
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import pathlib
+import re
 import tempfile
 import textwrap
 from typing import NamedTuple
@@ -92,6 +93,28 @@ def test_all_ranks_say_which_waits_for_what(case: str, size: int) -> None:
     assert ends[0].text.startswith("ranks wait for different operations, and none can go on: rank 0 waits for ")
     assert expected in ends[0].text
     assert ends[0].text.count(" at <string>:") >= 2, ends[0].text
+
+
+@pytest.mark.parametrize("complete", ["backward", "step"])
+def test_one_that_skips_a_collective_is_the_odd_one(complete: str) -> None:
+    ends = _run(
+        4,
+        f"""
+        layer = torch.nn.Linear(2, 2)
+        optimizer = flt.DistributedOptimizer(
+            torch.optim.SGD(layer.parameters(), lr=0.1), layer.named_parameters(), complete="{complete}")
+        for step in range(3):
+            layer(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            if rank < 3 or step < 1: reduce("metric")
+        """,
+    )
+    text = ends[0].text
+    assert [end.text for end in ends] == [text] * 4 and ends[0].kind == "diverged", ends
+    named = {int(rank) for ranks in re.findall(r"ranks? ([0-3](?:, [0-3])*)", text) for rank in ranks.split(", ")}
+    assert named == {0, 1, 2, 3}, text  # each waits for something, or has not come that far
+    assert ("rank 3 is the odd one out" in text) == ("not come that far" not in text), text
+    assert "give DistributedOptimizer" not in text and "backward() is such a call" in text
 
 
 def test_ranks_of_different_process_sets_that_wait_for_each_other() -> None:

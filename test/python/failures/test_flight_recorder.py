@@ -147,11 +147,8 @@ def test_a_stall_is_explained_while_it_lasts(tmp_path, capsys):
     script = "stay() if fl.rank() == 2 else fl.allreduce(np.ones(4), name='y')"
     with Job(tmp_path, script, FARANDOLE_STALL_WARNING_S="0.5") as job:
         job.wait_until_here([2])
-        wait_for(lambda: 0 in files(tmp_path))
-        for rank in job.ranks[1:]:
-            rank.send_signal(signal.SIGUSR1)
         said = wait_for_files(tmp_path, range(RANKS))
-        assert said[0]["reason"] == "stall"
+        assert {one["reason"] for one in said.values()} == {"stall"}
         assert 'Ranks 0 and 1 have waited for rank 2 in allreduce "y" (call 2) since ' in explained(tmp_path, capsys)
 
 
@@ -188,13 +185,93 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, capsys):
     assert f"{tmp_path}/farandole-job-rank0.json: cannot be read" in capsys.readouterr().err
 
 
+def event(name, **changes):
+    said = {"step": "submitted", "kind": "allreduce", "name": name, "set": 0, "call": 1, "code": "OK", "at_ns": 10**9,
+            "finished_ns": 0}  # fmt: skip
+    return said | changes
+
+
+def leave(folder, rank, size, events, **changes):
+    """A file as a rank writes it."""
+    said = {"rank": rank, "size": size, "pid": 7, "host": "h", "events": events, "job": "j", "reason": "stall",
+            "written_ns": 2 * 10**9, "error": None}  # fmt: skip
+    (folder / f"farandole-j-rank{rank}.json").write_text(json.dumps(said | changes))
+
+
+@pytest.mark.parametrize("rank_1", ["has no file", "has an older file"])
+def test_who_has_left_no_file_since_is_not_said_to_be_missing(tmp_path, capsys, rank_1):
+    leave(tmp_path, 0, 4, [event("y")])
+    leave(tmp_path, 2, 4, [])
+    leave(tmp_path, 3, 4, [event("y")])
+    if rank_1 == "has an older file":
+        leave(tmp_path, 1, 4, [], written_ns=10**8)
+    text = explained(tmp_path, capsys)
+    assert 'Ranks 0 and 3 have waited for rank 2 in allreduce "y" (call 1) since ' in text
+    assert "; no file says whether rank 1 submitted it." in text
+    (tmp_path / "farandole-j-rank2.json").unlink()
+    text = explained(tmp_path, capsys)
+    assert 'Ranks 0 and 3 have waited in allreduce "y"' in text and "whether ranks 1 and 2 submitted it." in text
+
+
+def _deep(path):
+    path.write_text("[" * 200_000)
+
+
+def _large(path):
+    with path.open("wb") as file:
+        file.truncate(1 << 24)
+
+
+def _linked(path):
+    (path.parent / "elsewhere").write_text("{}")
+    path.symlink_to(path.parent / "elsewhere")
+
+
+def _owned_by_another(path):
+    leave(path.parent, 1, 2, [])
+    os.chown(path, 12345, 12345)
+
+
+_BAD_FILES = {
+    "random bytes": lambda path: path.write_bytes(os.urandom(1000)),
+    "deeply nested": _deep,
+    "large": _large,
+    "a link": _linked,
+    "a pipe": os.mkfifo,
+    "of another user": _owned_by_another,
+    "many ranks": lambda path: leave(path.parent, 1, 10**15, []),
+    "text for a number": lambda path: leave(path.parent, 1, 2, [event("y", at_ns="1")]),
+    "a number for a text": lambda path: leave(path.parent, 1, 2, [event(7)]),
+    "a number that is none": lambda path: leave(path.parent, 1, 2, [], written_ns=float("inf")),
+}
+
+
+@pytest.mark.parametrize("case", _BAD_FILES)
+def test_one_bad_file_is_one_line(tmp_path, capsys, case):
+    if case == "of another user" and os.geteuid() != 0:
+        pytest.skip("only root can give files away")
+    leave(tmp_path, 0, 2, [event("y")])
+    path = tmp_path / "farandole-j-rank1.json"
+    _BAD_FILES[case](path)
+    assert main(["explain", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert err.startswith(f"farandole explain: {path}: cannot be read: ") and err.count("\n") == 1
+    assert 'Rank 0 has waited in allreduce "y"' in out
+
+
+def test_what_a_terminal_would_obey_is_escaped(tmp_path, capsys):
+    leave(tmp_path, 0, 2, [event("a\x1b[2J\r\n\u202eb")], reason="c\x07")
+    leave(tmp_path, 1, 2, [])
+    text = explained(tmp_path, capsys)
+    assert '"a\\x1b[2J\\r\\n\\u202eb"' in text and "written for: c\\x07" in text
+    assert all(line.isprintable() for line in text.splitlines())
+
+
 @pytest.mark.parametrize("names_ranks", [True, False])
 def test_the_error_of_a_job_names_ranks_before_it_is_what_most_have(tmp_path, capsys, names_ranks):
     errors = [{"ranks": [], "message": "the job ends"}] * 2 + [{"ranks": [2] * names_ranks, "message": "a cause"}]
     for rank, error in enumerate(errors):
-        said = {"rank": rank, "size": 3, "pid": 7, "host": "h", "events": [], "job": "j", "reason": "an error",
-                "written_ns": 0, "error": error}  # fmt: skip
-        (tmp_path / f"farandole-j-rank{rank}.json").write_text(json.dumps(said))
+        leave(tmp_path, rank, 3, [], error=error)
     message = "a cause" if names_ranks else "the job ends"
     assert f"The job ended by this error: {message}\n" in explained(tmp_path, capsys)
 
@@ -216,6 +293,20 @@ def test_ps_lists_running_ranks_and_what_they_wait_for(tmp_path, capsys):
         job.ranks[2].send_signal(signal.SIGSTOP)
         wait_for(lambda: lines()[2].endswith("stopped"))
     wait_for(lambda: not lines())
+
+
+def test_ps_reads_no_more_ranks_than_the_memory_holds():
+    ring = bytearray(flight._RING)
+    flight._HEADER.pack_into(ring, 0, flight._MAGIC, 1, 2**32 - 1, 0, os.getpid(), 0)
+    flight._EVENT.pack_into(ring, flight._LINE, 1, 1, 0, 0, 0, 0, 0, 1, 0, 0, 1, b"a\x1bb")
+    memory = os.memfd_create("flight-farandole")
+    try:
+        os.write(memory, ring)
+        (mine,) = [job for job in flight.running() if job[0].size == 2**32 - 1]
+        (line,) = [line for line in flight.list_jobs() if f" {os.getpid()} " in line]
+    finally:
+        os.close(memory)
+    assert len(mine) == 1 and 'allreduce "a\\x1bb"' in line
 
 
 def test_ps_lists_ranks_that_share_no_memory():

@@ -1,6 +1,7 @@
 #include "core/flight_recorder.h"
 
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -168,6 +169,28 @@ TEST_F(FlightRecorderTest, WritesAFileWhenAsked) {
   EXPECT_NE(text.str().find(R"("rank": 2, "size": 4)"), std::string::npos) << text.str();
   EXPECT_NE(text.str().find(R"("name": "a \"quoted\" name")"), std::string::npos) << text.str();
   EXPECT_NE(text.str().find(R"("kind": "killed", "number": 9)"), std::string::npos) << text.str();
+  std::filesystem::remove_all(folder);
+}
+
+// As in a folder of mode 1777, where another user has been before.
+TEST_F(FlightRecorderTest, WritesThroughNoLinkAndForItsUserAlone) {
+  std::string folder = std::filesystem::temp_directory_path() / "farandole-XXXXXX";
+  ASSERT_NE(mkdtemp(folder.data()), nullptr);
+  const std::string path = folder + "/farandole-test-rank2.json";
+  const std::string others = folder + "/other";
+  for (const std::string& name : {path, path + ".part"}) {
+    std::ofstream(others) << "kept";
+    std::filesystem::create_symlink(others, name);
+  }
+  recorder_ = Recorder(folder);
+  recorder_->Dump("final error");
+  recorder_->FinishDumps();
+  std::ostringstream text;
+  text << std::ifstream(others).rdbuf();
+  EXPECT_EQ(text.str(), "kept");
+  struct stat found {};
+  ASSERT_EQ(lstat(path.c_str(), &found), 0);
+  EXPECT_EQ(found.st_mode, S_IFREG | 0600u);
   std::filesystem::remove_all(folder);
 }
 

@@ -40,6 +40,41 @@ TEST_F(FileStoreTest, OtherUsersReadNothing) {
   EXPECT_EQ(found.st_mode & 077, 0u);
 }
 
+TEST_F(FileStoreTest, RefusesAFolderThatOthersMayWriteTo) {
+  for (const mode_t mode : {0770, 0707, 01777}) {
+    ASSERT_EQ(chmod(folder_.c_str(), mode), 0);
+    const Status status = OpenFileStore(folder_).status();
+    EXPECT_EQ(status.code(), Code::kInvalidArgument);
+    EXPECT_THAT(status.message(), testing::HasSubstr(folder_ + " may be written by other users"));
+  }
+  ASSERT_EQ(chmod(folder_.c_str(), 0755), 0);
+  EXPECT_TRUE(OpenFileStore(folder_).ok());
+}
+
+TEST_F(FileStoreTest, RefusesAFolderAndAValueOfAnotherUser) {
+  if (geteuid() != 0) GTEST_SKIP() << "only root can give files away";
+  const auto store = std::move(OpenFileStore(folder_).value());
+  ASSERT_TRUE(store->Set("key", "value").ok());
+  ASSERT_EQ(chown((folder_ + "/key").c_str(), 12345, 12345), 0);
+  EXPECT_THAT(store->Get("key", 0).status().message(),
+              testing::HasSubstr(folder_ + "/key belongs to user 12345, and not to user 0"));
+  ASSERT_EQ(chown(folder_.c_str(), 12345, 12345), 0);
+  EXPECT_THAT(OpenFileStore(folder_).status().message(),
+              testing::HasSubstr(folder_ + " belongs to user 12345, and not to user 0"));
+}
+
+TEST_F(FileStoreTest, RefusesAValueThatIsNoPrivateFile) {
+  const auto store = std::move(OpenFileStore(folder_).value());
+  ASSERT_TRUE(store->Set("key", "value").ok());
+  ASSERT_EQ(chmod((folder_ + "/key").c_str(), 0666), 0);
+  EXPECT_THAT(store->Get("key", 0).status().message(),
+              testing::HasSubstr(folder_ + "/key may be written by other users"));
+  ASSERT_EQ(symlink((folder_ + "/key").c_str(), (folder_ + "/link").c_str()), 0);
+  EXPECT_THAT(store->Get("link", 0).status().message(), testing::HasSubstr("cannot be read"));
+  ASSERT_EQ(mkfifo((folder_ + "/fifo").c_str(), 0600), 0);  // nobody ever writes to it
+  EXPECT_THAT(store->Get("fifo", 0).status().message(), testing::HasSubstr("is not a file"));
+}
+
 TEST_F(FileStoreTest, NamesTheFileThatNobodyWrites) {
   const Status status = OpenFileStore(folder_).value()->Get("absent", kNsPerMs).status();
   EXPECT_EQ(status.code(), Code::kTimeout);

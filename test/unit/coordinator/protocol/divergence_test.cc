@@ -99,8 +99,8 @@ TEST(DescribeDivergence, SuggestsOneNameForTwoThatAreAlike) {
   EXPECT_EQ(
       DescribeDivergence({{{0}, {Named("loss")}}, {{1, 2, 3}, {Named("losss")}}}, false),
       "ranks wait for different operations, and none can go on: rank 0 waits for allreduce "
-      "\"loss\"; ranks 1, 2, 3 wait for allreduce \"losss\"; did you mean one name by \"loss\" "
-      "and \"losss\"?");
+      "\"loss\"; ranks 1, 2, 3 wait for allreduce \"losss\"; rank 0 is the odd one out; did you "
+      "mean one name by \"loss\" and \"losss\"?");
 }
 
 TEST(DescribeDivergence, NumbersInNamesAreMeant) {
@@ -119,15 +119,40 @@ TEST(DescribeDivergence, SaysWhereRanksAreAndWhatCallsInOrderNeed) {
             "make the same calls in the same order");
 }
 
-TEST(DescribeDivergence, SaysWhatASkippedBackwardNeeds) {
+// Rank 0 may have skipped "loss", or rank 1 backward().
+TEST(DescribeDivergence, SaysThatBackwardIsACall) {
   const std::string text = DescribeDivergence(
       {{{0}, {Named("gradients.0.weight"), Named("gradients.0.bias")}}, {{1}, {Named("loss")}}},
       true);
-  EXPECT_NE(
-      text.find("rank 0 waits for the gradients of optimizer 1 (backward()/step()); rank 1 "
-                "waits for allreduce \"loss\"; all ranks must run the same number of backward"),
-      std::string::npos)
+  EXPECT_EQ(text,
+            "ranks wait for different operations, and none can go on: rank 0 waits for the "
+            "gradients of optimizer 1 (backward()/step()); rank 1 waits for allreduce \"loss\"; "
+            "all ranks must make the same calls in the same order; backward() is such a call, or "
+            "step() where DistributedOptimizer has complete=\"step\"");
+}
+
+TEST(DescribeDivergence, RanksThatWaitForOtherKeysOfOneCallAreOneGroup) {
+  const std::string text = DescribeDivergence({{{0, 2}, {Named("gradients.0.weight")}},
+                                               {{1}, {Named("loss")}},
+                                               {{3}, {Named("gradients.0.bias")}}},
+                                              true);
+  EXPECT_NE(text.find("ranks 0, 2, 3 wait for the gradients of optimizer 1 (backward()/step()); "
+                      "rank 1 waits for allreduce \"loss\"; rank 1 is the odd one out; "),
+            std::string::npos)
       << text;
+}
+
+TEST(DescribeDivergence, NobodyIsOddBeforeMostRanksAreKnownToWaitForTheSame) {
+  const std::vector<WaitingRanks> diverged = {{{0, 1}, {Named("a")}}, {{3}, {Named("b")}}};
+  EXPECT_NE(DescribeDivergence(diverged, true).find("rank 3 is the odd one out"),
+            std::string::npos);
+  const std::string text = DescribeDivergence(diverged, true, {2});
+  EXPECT_NE(text.find("\"b\"; rank 2 has not come that far; all of them"), std::string::npos)
+      << text;
+  // One of the small set waits in it for the others, which need it in the large one.
+  const std::string sets =
+      DescribeDivergence({{{0, 1}, {Named("a")}}, {{2}, {Named("a", 1)}}}, true);
+  EXPECT_EQ(sets.find("odd"), std::string::npos) << sets;
 }
 
 /// A rank whose program is blocked when the test says so; messages move in Settle.
@@ -272,6 +297,17 @@ TEST(Divergence, GivesThreadsThatHaveMadeNoCallASecond) {
   job.ExpectOk();
   job.Pass(1100);
   job.ExpectDiverged({0, 1, 2});
+}
+
+TEST(Divergence, NamesTheRanksThatDoNotWaitYet) {
+  Job job({-1, 0, 0, 1});
+  job.SubmitAndWait(0, "a");
+  job.SubmitAndWait(3, "b");
+  job.Submit(1, "a");
+  job.Pass(60);
+  job.ExpectDiverged({0, 3});
+  const std::string& text = job[0].error.message();
+  EXPECT_NE(text.find("; ranks 1, 2 have not come that far; "), std::string::npos) << text;
 }
 
 TEST(Divergence, WaitsForARankThatMaySubmit) {
