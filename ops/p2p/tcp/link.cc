@@ -363,10 +363,10 @@ void TcpPeer::Cancel(TcpLink& link, Channels& channels) {
 /// For good: what is queued goes nowhere any more.
 Status TcpPeer::Fail(const Status& status) {
   const std::string peer = "rank " + std::to_string(rank());
-  const std::string why =
-      status.code() == Code::kUnavailable
-          ? peer + " is gone: its data connection broke (" + status.message() + ")"
-          : "data connection to " + peer + ": " + status.message();
+  const std::string why = status.code() == Code::kUnavailable
+                              ? peer + " and rank " + std::to_string(streams_.rank()) +
+                                    " lost their data connection (" + status.message() + ")"
+                              : "data connection to " + peer + ": " + status.message();
   failure_ = Status(status.code(), why, {.ranks = {rank()}, .cause = why});
   return failure_;
 }
