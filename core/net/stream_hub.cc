@@ -39,6 +39,8 @@ constexpr size_t kReadBytes = size_t{64} << 10;
 constexpr int kReadsAtOnce = 8;  // so that one peer does not keep the others waiting
 constexpr size_t kMostRefused = 8;
 
+constexpr std::string_view kClosed = "the connection was closed";
+
 std::string ErrorText(int error) { return std::strerror(error); }
 
 void SetOption(int socket, int level, int name, int value) {
@@ -562,7 +564,7 @@ void StreamHub::ReadFrames(Connection& connection) {
     const ssize_t count = recv(connection.socket, received_.data(), received_.size(), MSG_DONTWAIT);
     if (count < 0 && errno == EINTR) continue;
     if (count < 0 && errno == EAGAIN) return;
-    if (count == 0) return Break(id, "the connection was closed", true);
+    if (count == 0) return Break(id, std::string(kClosed), true);
     if (count < 0) {
       const int error = errno;
       if (IsExhaustion(error)) FailHere(SystemError(RankName(rank()) + " cannot receive", error));
@@ -622,7 +624,8 @@ void StreamHub::Push(HubEvent event) {
 void StreamHub::Break(uint64_t id, const std::string& why, bool definite) {
   Connection& connection = *connections_.at(id);
   const bool open = connection.stage == Connection::Stage::kOpen;
-  const std::string where = connection.remote.ToString() + ": " + why;
+  const std::string at = connection.remote.ToString();
+  const std::string where = at + ": " + why;
   if (!open && connection.outgoing) {
     Attempt& attempt = *attempts_.at(connection.attempt);
     attempt.error += (attempt.error.empty() ? "" : "; ") + where;
@@ -645,8 +648,13 @@ void StreamHub::Break(uint64_t id, const std::string& why, bool definite) {
   PeerState& state = peers_[static_cast<size_t>(peer)];
   (state.in == id ? state.in : state.out) = 0;
   Close(id);
-  LosePeer(peer, Unavailable(RankName(peer) + " is gone: its connection to " + RankName(rank()) +
-                             " broke (" + where + ")"));
+  // Both ends of a connection that the network has broken come here, though both ranks live: what
+  // is said holds for either. The peer comes first, as an error of this end names it.
+  const std::string to = RankName(rank());
+  const std::string text = why == kClosed
+                               ? " unexpectedly closed its connection to " + to + " (" + at + ")"
+                               : " and " + to + " lost their connection (" + where + ")";
+  LosePeer(peer, Unavailable(RankName(peer) + text));
 }
 
 // What has come from the rank before is read first: it may be its goodbye.

@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <malloc.h>
+#include <netinet/in.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -18,6 +19,7 @@
 namespace farandole {
 namespace {
 
+using testing::AnyOf;
 using testing::HasSubstr;
 
 constexpr int64_t kLongNs = 60 * kNsPerSecond;
@@ -107,6 +109,28 @@ TEST(StreamHub, ARankThatIsSilentIsLostAndLearnsWhyOnceItGoesOn) {
   bell.Release();
   EXPECT_EQ(Pair::TextOf(pair.Await(1)), "ring");
   EXPECT_EQ(Pair::TextOf(pair.Await(1)), "lost");
+}
+
+// As a box on the way does that forgets connections.
+TEST(StreamHub, NeitherEndOfABrokenConnectionIsCalledGone) {
+  Pair pair(0);
+  const sockaddr nowhere{.sa_family = AF_UNSPEC, .sa_data = {}};
+  for (int file = 3; file < 1024; ++file) {
+    sockaddr_in peer{};
+    socklen_t size = sizeof peer;
+    const bool is_stream = getpeername(file, reinterpret_cast<sockaddr*>(&peer), &size) == 0 &&
+                           peer.sin_family == AF_INET;
+    if (is_stream) (void)connect(file, &nowhere, sizeof nowhere);  // sends a reset
+  }
+  for (int rank = 0; rank < 2; ++rank) {
+    const HubEvent lost = pair.Await(rank);
+    EXPECT_EQ(lost.kind, HubEvent::Kind::kLost);
+    const std::string own = RankName(rank), peer = RankName(1 - rank);
+    EXPECT_THAT(lost.status.message(),
+                AnyOf(HasSubstr(peer + " and " + own + " lost their connection ("),
+                      HasSubstr(peer + " unexpectedly closed its connection to " +
+                                own)));  // as that one had lost it
+  }
 }
 
 TEST(StreamHub, WithoutPatienceNobodyIsSilent) {

@@ -103,7 +103,7 @@ FAULTS: dict[str, Fault] = {
     "GIL held": Fault(kinds=("blocked in c",), bound_s=7.0, variables=_STALLS),
     "endless loop": Fault(kinds=("blocked in python",), bound_s=7.0, variables=_STALLS),
     "link cut": Fault(raises="all", kinds=("link down",), says="cannot be reached", bound_s=4.0, hosts=True),
-    "host killed": Fault(kinds=("killed", "link down"), says="killed|gone|reached", bound_s=4.0, hosts=True),
+    "host killed": Fault(kinds=("killed", "link down"), says="killed|connection|reached", bound_s=4.0, hosts=True),
     "skipped": _DIVERGED,
     "swapped": _DIVERGED,
     "renamed": _DIVERGED,

@@ -412,10 +412,10 @@ Status TcpPeer::Fail(const Status& status) {
     return failure_;
   }
   const std::string peer = "rank " + std::to_string(rank());
-  const std::string why =
-      status.code() == Code::kUnavailable
-          ? peer + " is gone: its data connection broke (" + status.message() + ")"
-          : "data connection to " + peer + ": " + status.message();
+  const std::string why = status.code() == Code::kUnavailable
+                              ? peer + " and rank " + std::to_string(streams_.rank()) +
+                                    " lost their data connection (" + status.message() + ")"
+                              : "data connection to " + peer + ": " + status.message();
   failure_ = Status(status.code(), why, {.ranks = {rank()}, .cause = why});
   return failure_;
 }

@@ -139,6 +139,16 @@ def test_without_a_compiler_the_wrap_says_what_is_missing(monkeypatch, tmp_path,
     assert [file.name for file in (tmp_path / "farandole").iterdir()] == ["lock"]
 
 
+def test_no_library_is_loaded_from_a_folder_that_others_may_write_to(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "farandole").mkdir()
+    (tmp_path / "farandole").chmod(0o777)
+    _gradient_memory.allocator.cache_clear()
+    with pytest.raises(RuntimeError, match=f"{tmp_path}/farandole must belong to user .* nobody else may write to it"):
+        _gradient_memory.allocator()
+    assert not list((tmp_path / "farandole").iterdir())
+
+
 SCRIPT = """
 import os
 import torch

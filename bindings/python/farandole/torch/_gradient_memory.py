@@ -15,6 +15,7 @@ import os
 import pathlib
 import platform
 import shlex
+import stat
 import subprocess
 from collections.abc import Iterable
 
@@ -107,9 +108,12 @@ def _compiled() -> pathlib.Path:
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
     folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "farandole")
     path = folder / f"gradient_memory-{digest}.so"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid not in (0, os.geteuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"{folder} must belong to user {os.geteuid()} or root, and nobody else may write to it")
     if path.exists():
         return path
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
