@@ -201,7 +201,7 @@ class Work(_TorchWork):
             for handle in self.fl_handles:
                 handle.order_stream()
             if self.fl_copied is not None:
-                self.fl_copied.wait()
+                self.fl_copied.wait(torch.cuda.current_stream(self.fl_outputs[0].device))
 
     def fl_finish_locked(self) -> None:
         """The first wait; KeyboardInterrupt leaves the operations in flight."""
