@@ -78,7 +78,7 @@ std::optional<std::vector<int64_t>> ToSplits(py::handle splits, const Options& o
   return std::vector<int64_t>(values.data(), values.data() + values.size());
 }
 
-enum How { kGroup = 1, kInPlace = 2, kBlocks = 4, kInternal = 8 };
+enum How { kGroup = 1, kInPlace = 2, kBlocks = 4, kInternal = 8, kRaw = 16 };
 
 // What is called for each tensor is made of CPython's own descriptors, as pybind11's take 0.1 us a
 // call and more with each argument.
@@ -145,8 +145,9 @@ PyObject* Submit(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObje
                               std::to_string(many * ranks));
     }
     return context.Submit({options, tensors, name, is_group, (how & kInPlace) != 0,
-                           (how & kBlocks) != 0, (how & kInternal) != 0, finish, labels, failed,
-                           ToSplits(splits, options, many, context), out, std::move(rows)});
+                           (how & kBlocks) != 0, (how & kInternal) != 0, (how & kRaw) != 0, finish,
+                           labels, failed, ToSplits(splits, options, many, context), out,
+                           std::move(rows)});
   });
 }
 
@@ -209,7 +210,7 @@ class PlainReduction {
     auto& context = SelfOf<Context>(core.ptr());
     if (!context.is_open()) return py::none();
     return context.Submit({*options, tensor, name, false, (how_ & kInPlace) != 0,
-                           (how_ & kBlocks) != 0, false, Py_None, Py_None, Py_None});
+                           (how_ & kBlocks) != 0, false, false, Py_None, Py_None, Py_None});
   }
 
   static bool IsOne(PyObject* factor) {
@@ -340,6 +341,7 @@ void BindContext(py::module_& m) {
       .def_property_readonly("in_flight", &Context::in_flight)
       .def("take_unseen_failures", &Context::TakeUnseenFailures)
       .def("find_interrupted", &Context::FindInterrupted, py::arg("name"))
+      .def("is_in_flight", &Context::IsInFlight, py::arg("name"))
       .def("gradients", &MakeGradients, py::arg("options"), py::arg("owner"), py::arg("named"),
            py::arg("labels"), py::arg("torch"), py::arg("group_bytes"), py::arg("overlaps"),
            py::arg("is_average"));

@@ -6,7 +6,9 @@
 #include <array>
 #include <chrono>
 #include <cstring>
+#include <functional>
 #include <iterator>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <thread>
@@ -337,6 +339,12 @@ py::object Context::FindInterrupted(const py::object& name) const {
   return py::none();
 }
 
+bool Context::IsInFlight(const py::object& name) const {
+  return std::ranges::any_of(in_flight_, [&](const std::shared_ptr<Work>& work) {
+    return work->Matches(name) && !work->IsComplete();
+  });
+}
+
 void Context::Hold(const std::shared_ptr<Work>& work) {
   work->held_at_ = in_flight_.insert(in_flight_.end(), work);
   work->is_held_ = true;
@@ -432,9 +440,19 @@ bool IsSame(const farandole_params& a, const farandole_params& b) {
          a.root == b.root && a.wire == b.wire && a.device == b.device;
 }
 
-bool IsLike(const Array& array, int32_t dtype, const std::vector<int64_t>& shape) {
-  return ToNumber(array.dtype) == dtype && std::ssize(shape) == array.ndim &&
-         std::equal(shape.begin(), shape.end(), array.shape);
+int64_t CountOf(const Array& array) {
+  return std::accumulate(array.shape, array.shape + array.ndim, int64_t{1}, std::multiplies<>());
+}
+
+std::vector<int64_t> DescribedShape(const Array& array, bool is_flat) {
+  if (is_flat) return {CountOf(array)};
+  return {array.shape, array.shape + array.ndim};
+}
+
+bool IsLike(const Array& array, int32_t dtype, const std::vector<int64_t>& shape, bool is_flat) {
+  if (ToNumber(array.dtype) != dtype) return false;
+  if (is_flat) return shape.size() == 1 && shape[0] == CountOf(array);
+  return std::ssize(shape) == array.ndim && std::equal(shape.begin(), shape.end(), array.shape);
 }
 
 std::string LabelOf(const Submission& submission, size_t i, size_t count) {
@@ -521,11 +539,12 @@ Context::Prepared& Context::PreparedFor(const Submission& submission, Work& work
     if (found != prepared_.end()) prepared = &found->second;
   }
   const Arrays& arrays = work.sources_;
+  const bool is_flat = submission.is_raw && submission.in_place;
   if (prepared->handle != nullptr && submission.labels.is_none() && !prepared->has_labels &&
       IsSame(prepared->params, params) && prepared->splits == splits &&
       std::equal(arrays.begin(), arrays.end(), prepared->tensors.begin(), prepared->tensors.end(),
-                 [](const Array& array, const Described& one) {
-                   return IsLike(array, one.dtype, one.shape);
+                 [&](const Array& array, const Described& one) {
+                   return IsLike(array, one.dtype, one.shape, is_flat);
                  })) {
     (void)get();  // reading the arrays may have run Python: another thread may have closed this
     prepared->is_used = true;
@@ -535,9 +554,8 @@ Context::Prepared& Context::PreparedFor(const Submission& submission, Work& work
   std::vector<Described> described;
   for (size_t i = 0; i < arrays.size(); ++i) {
     const Array& array = arrays[i];
-    described.push_back({LabelOf(submission, i, arrays.size()),
-                         *ToNumber(array.dtype),
-                         {array.shape, array.shape + array.ndim}});
+    described.push_back({LabelOf(submission, i, arrays.size()), *ToNumber(array.dtype),
+                         DescribedShape(array, is_flat)});
   }
   std::vector<farandole_tensor> tensors;
   for (const Described& one : described)

@@ -50,9 +50,12 @@ struct Submission {
   bool in_place = false;     ///< Results go where the tensors are.
   bool blocks = false;       ///< Gives the result instead of the work.
   bool is_internal = false;  ///< No user called it: its failure needs no warning at the end.
-  pybind11::handle finish;   ///< None, or makes of the results (and received rows) what users get.
-  pybind11::handle labels;   ///< None, or the tensors' names for messages; None: numbered.
-  pybind11::handle failed;   ///< None, or this rank's error text: refused on every rank with it.
+  /// In place, on memory: ranks match by the number of elements, whatever the shapes, and the
+  /// frontend is not told of the write.
+  bool is_raw = false;
+  pybind11::handle finish;  ///< None, or makes of the results (and received rows) what users get.
+  pybind11::handle labels;  ///< None, or the tensors' names for messages; None: numbered.
+  pybind11::handle failed;  ///< None, or this rank's error text: refused on every rank with it.
   /// Of an alltoall: per tensor and rank, how many rows go to it; nullopt: as many to each.
   std::optional<std::vector<int64_t>> splits = {};
   pybind11::handle out = Py_None;  ///< None, or as `tensors`: where the results go.
@@ -128,6 +131,9 @@ class Context : public std::enable_shared_from_this<Context> {
   /// that was not waited for since; None if there is none.
   pybind11::object FindInterrupted(const pybind11::object& name) const;
 
+  /// Whether an operation of that name is in flight, started by whatever thread.
+  bool IsInFlight(const pybind11::object& name) const;
+
   /// A new process set, collectively; its uid.
   uint32_t AddSet(const std::vector<int32_t>& ranks);
   void RemoveSet(uint32_t uid);
@@ -146,7 +152,7 @@ class Context : public std::enable_shared_from_this<Context> {
   struct Described {
     std::string label;
     int32_t dtype;
-    std::vector<int64_t> shape;
+    std::vector<int64_t> shape;  // [elements] of a raw one in place
   };
   static constexpr size_t kPrepared = 2048;  // names
   /// A prepared operation and what it was prepared for.

@@ -144,6 +144,12 @@ struct WorkObject {
   static PyObject* Poll(PyObject* self, PyObject*) {
     return Guarded([&] { return py::bool_(WorkOf(self).Poll()); });
   }
+  static PyObject* OrderStream(PyObject* self, PyObject*) {
+    return Guarded([&] {
+      WorkOf(self).OrderStream();
+      return py::none();
+    });
+  }
   static PyObject* WhenDone(PyObject* self, PyObject* call) {
     return Guarded([&] {
       WorkOf(self).WhenDone(py::reinterpret_borrow<py::object>(call));
@@ -169,10 +175,12 @@ struct WorkObject {
 };
 
 PyTypeObject* WorkObject::MakeType() {
-  static std::array<PyMethodDef, 4> methods = {{{"wait", &Wait, METH_NOARGS, nullptr},
-                                                {"poll", &Poll, METH_NOARGS, nullptr},
-                                                {"when_done", &WhenDone, METH_O, nullptr},
-                                                {nullptr, nullptr, 0, nullptr}}};
+  static std::array<PyMethodDef, 5> methods = {
+      {{"wait", &Wait, METH_NOARGS, nullptr},
+       {"poll", &Poll, METH_NOARGS, nullptr},
+       {"order_stream", &OrderStream, METH_NOARGS, nullptr},
+       {"when_done", &WhenDone, METH_O, nullptr},
+       {nullptr, nullptr, 0, nullptr}}};
   static std::array<PyGetSetDef, 2> properties = {
       {{"is_complete", &IsComplete, nullptr, nullptr, nullptr},
        {nullptr, nullptr, nullptr, nullptr, nullptr}}};
@@ -217,6 +225,7 @@ Work::Work(std::shared_ptr<Context> context, const Submission& submission, uint6
       name_(py::reinterpret_borrow<py::object>(submission.name)),
       in_place_(submission.in_place),
       is_group_(submission.is_group),
+      is_raw_(submission.is_raw),
       is_news_(!submission.is_internal && submission.failed.is_none()),
       finish_(py::reinterpret_borrow<py::object>(submission.finish)) {
   ReadAll(submission);
@@ -405,6 +414,12 @@ bool Work::Poll() const {
   return is_gone() || farandole_poll(handle_) != 0;
 }
 
+void Work::OrderStream() const {
+  if (is_gone() || !is_cuda()) return;
+  const farandole_stream stream = StreamNow();
+  Check(farandole_wait_on(handle_, &stream, 0));
+}
+
 void Work::WhenDone(const py::object& call) {
   PyObject* const held = call.inc_ref().ptr();
   if (is_spent_ || is_gone()) return CallBack(held, FARANDOLE_OK);
@@ -431,7 +446,9 @@ void Work::NoteWrites() {
     return source.type->library.is(sources_.front().type->library) &&
            source.object.is(targets_[static_cast<size_t>(&source - sources_.data())]);
   };
-  if (!in_place.is_none() && std::ranges::all_of(sources_, is_target)) {
+  const bool is_copied = !std::ranges::all_of(sources_, is_target);
+  if (is_raw_ && !is_copied) return;
+  if (!in_place.is_none() && !is_copied) {
     const auto all =
         py::reinterpret_steal<py::object>(targets_.size() == 1 ? PyTuple_Pack(1, targets_[0].ptr())
                                                                : ToList(targets_).release().ptr());
@@ -441,6 +458,7 @@ void Work::NoteWrites() {
   }
   for (size_t i = 0; i < sources_.size(); ++i) {
     const ArrayType& type = TypeOf(targets_[i]);
+    if (is_raw_ && is_target(sources_[i])) continue;
     if (type.notes_writes) type.library.attr("written")(targets_[i], sources_[i].object);
   }
 }
@@ -477,7 +495,8 @@ py::object Work::TakeResults() {
 py::object Work::TakeOutputs() {
   for (size_t i = 0; i < results_.size(); ++i) {
     const ArrayType& type = *results_[i].type;
-    if (type.notes_writes) type.library.attr("written")(outputs_[i], results_[i].object);
+    if (type.notes_writes && !is_raw_)
+      type.library.attr("written")(outputs_[i], results_[i].object);
   }
   py::object result = is_group_ ? py::object(ToList(outputs_)) : outputs_[0];
   if (finish_.is_none()) return result;

@@ -37,6 +37,8 @@ class Work : public Child, public std::enable_shared_from_this<Work> {
   pybind11::object Wait();
   /// Whether Wait would return at once; ValueError if the handle is spent.
   bool Poll() const;
+  /// After Wait, on a GPU: the calling thread's current stream waits for the work, too.
+  void OrderStream() const;
   /// Calls `call()` once when Wait would return at once: now, or on a thread of the library. What
   /// it raises is reported as unraisable. Once the interpreter ends nothing is called any more.
   void WhenDone(const pybind11::object& call);
@@ -88,6 +90,7 @@ class Work : public Child, public std::enable_shared_from_this<Work> {
   const pybind11::object name_;
   const bool in_place_;
   const bool is_group_;
+  const bool is_raw_;
   const bool is_news_;  // Its failure is worth a warning if nobody sees it.
   farandole_work* handle_ = nullptr;
   Objects targets_;            // What the user passed.

@@ -1,6 +1,6 @@
 """What a rank of test_torch_distributed.py runs: the same work over gloo and over Farandole, in one process.
 
-``distributed_job.py collectives|frameworks`` prints a line per piece of work: its name and "same"
+``distributed_job.py collectives|arguments|frameworks`` prints a line per piece of work: its name and "same"
 (bitwise), "close" (to 1e-6 of a tensor's largest element), or how far the results are apart.
 """
 
@@ -38,7 +38,11 @@ def all_reduce():
     floats = [torch.float32, torch.float64]
     ops = dist.ReduceOp
     plain = [reduced(d, op) for d in integers + floats for op in (ops.SUM, ops.MIN, ops.MAX, ops.PRODUCT)]
-    return plain + [reduced(d, op) for d in integers for op in (ops.BAND, ops.BOR, ops.BXOR)]
+    bitwise = [reduced(d, op) for d in integers for op in (ops.BAND, ops.BOR, ops.BXOR)]
+    bools = [tensor(3, 5) > 4 for _ in range(7)]
+    for value, op in zip(bools, (ops.SUM, ops.PRODUCT, ops.MIN, ops.MAX, ops.BAND, ops.BOR, ops.BXOR), strict=True):
+        dist.all_reduce(value, op)
+    return plain + bitwise + bools
 
 
 def all_reduce_strided():
@@ -170,6 +174,100 @@ def groups():
             dist.barrier(group)
             results.append(value)
     return results
+
+
+# What a call does to its arguments, and what may differ between ranks.
+
+
+def saved(*shape):
+    """What autograd needs again: backward fails if its version was raised."""
+    return tensor(*shape).requires_grad_().tanh()
+
+
+def sent(*shape):
+    """Likewise, in calls of gloo's whose own copies autograd would record."""
+    return saved(*shape).detach() if dist.get_backend() == "gloo" else saved(*shape)
+
+
+def empty(*shape):
+    return [torch.zeros(shape) for _ in range(SIZE)]
+
+
+def rooted(value):
+    return value if RANK == 0 else None
+
+
+def other(*shapes):
+    """A tensor whose shape differs between ranks, with as many elements."""
+    return tensor(6).view(shapes[RANK % len(shapes)])
+
+
+def message(value):
+    return (dist.send if RANK == 0 else dist.recv)(value, 1 - RANK) if RANK < 2 else None
+
+
+#: Name -> a call and its arguments.
+CALLS = {
+    "all_reduce": lambda: (dist.all_reduce, saved(4)),
+    "all_reduce of a parameter": lambda: (dist.all_reduce, tensor(4).requires_grad_()),
+    "all_reduce of a transpose": lambda: (dist.all_reduce, tensor(2, 3).t()),
+    "all_reduce, asynchronous": lambda: (lambda value: dist.all_reduce(value, async_op=True).wait(), saved(4)),
+    "all_reduce_coalesced": lambda: (dist.all_reduce_coalesced, [tensor(4), tensor(2)]),  # which gloo copies
+    "broadcast": lambda: (lambda value: dist.broadcast(value, 1), saved(4)),
+    "broadcast of a transpose": lambda: (lambda value: dist.broadcast(value, 1), tensor(2, 3).t()),
+    "reduce": lambda: (lambda value: dist.reduce(value if RANK == 0 else value.clone(), 0), saved(4)),
+    "all_gather": lambda: (dist.all_gather, empty(4), saved(4)),
+    "all_gather of transposes": lambda: (dist.all_gather, [one.t() for one in empty(2, 3)], tensor(2, 3).t()),
+    "all_gather_into_tensor": lambda: (dist.all_gather_into_tensor, torch.zeros(4 * SIZE), sent(4)),
+    "reduce_scatter": lambda: (dist.reduce_scatter, torch.zeros(4), [sent(4) for _ in range(SIZE)]),
+    "reduce_scatter_tensor": lambda: (dist.reduce_scatter_tensor, torch.zeros(4), sent(4 * SIZE)),
+    "all_to_all_single": lambda: (dist.all_to_all_single, torch.zeros(2 * SIZE), saved(2 * SIZE)),
+    "all_to_all": lambda: (dist.all_to_all, empty(4), [sent(4) for _ in range(SIZE)]),
+    "gather": lambda: (lambda into, value: dist.gather(value, rooted(into)), empty(4), saved(4)),
+    "scatter": lambda: (
+        lambda into, values: dist.scatter(into, rooted(values)), torch.zeros(4), [saved(4) for _ in range(SIZE)],
+    ),
+    "messages": lambda: (message, saved(4)),
+    "shapes of all_reduce": lambda: (dist.all_reduce, other((2, 3), (6,))),
+    "a scalar and a vector of one element": lambda: (dist.all_reduce, tensor(1).view(() if RANK else (1,))),
+    "shapes of all_reduce_coalesced": lambda: (dist.all_reduce_coalesced, [other((2, 3), (6,)), tensor(2)]),
+    "shapes of broadcast": lambda: (lambda value: dist.broadcast(value, 1), other((2, 3), (6,))),
+    "shapes of all_gather": lambda: (dist.all_gather, [other((2, 3), (6,)) for _ in range(SIZE)], other((2, 3), (6,))),
+    "shapes of reduce_scatter": lambda: (
+        dist.reduce_scatter, other((2, 3), (6,)), [other((2, 3), (6,)) for _ in range(SIZE)],
+    ),
+    "shapes of all_to_all_single": lambda: (
+        dist.all_to_all_single, torch.zeros(2 * SIZE), tensor(2 * SIZE) if RANK else tensor(2 * SIZE, 1),
+    ),
+    "shapes of gather": lambda: (
+        lambda into, value: dist.gather(value, rooted(into)), [other((2, 3), (6,)) for _ in range(SIZE)],
+        other((2, 3), (6,)),
+    ),
+    "shapes of scatter": lambda: (
+        lambda into, values: dist.scatter(into, rooted(values)), other((2, 3), (6,)),
+        [other((2, 3), (6,)) for _ in range(SIZE)],
+    ),
+    "shapes of messages": lambda: (message, other((2, 3), (6,))),
+}  # fmt: skip
+
+
+def effects_of(name):
+    """Contents, gradients, strides and the rest of the arguments after a call; gloo writes some of them visibly."""
+
+    def effects():
+        call, *arguments = CALLS[name]()
+        flat = [one for given in arguments for one in (given if isinstance(given, list) else [given])]
+        before = [(one._version, one.requires_grad, one.grad_fn) for one in flat]
+        call(*arguments)
+        after = [(one._version, one.requires_grad, one.grad_fn) for one in flat]
+        for one in flat:
+            if one.grad_fn is not None:
+                one.square().sum().backward()  # needs what tanh() has saved
+        is_seen = before != after and dist.get_backend() != "gloo"
+        return [*flat, [(one.shape, one.stride()) for one in flat], f"autograd sees {after}" if is_seen else "not seen"]
+
+    effects.__name__ = name
+    return effects
 
 
 # Frameworks: each returns the parameters of a model after a few steps.
@@ -317,6 +415,21 @@ def checkpoint():
     return [p.full_tensor() for p in net.parameters()]
 
 
+def checkpoint_of_rank_0():
+    """As FSDP2 loads one; and a checkpoint that is written in the background."""
+    from torch.distributed.checkpoint import async_save, load
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    net, folder = model(), [tempfile.mkdtemp() if RANK == 0 else None]
+    given = {name: value + 1 for name, value in net.state_dict().items()} if RANK == 0 else {}
+    set_model_state_dict(net, given, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    dist.broadcast_object_list(folder, 0)
+    async_save(net.state_dict(), checkpoint_id=folder[0]).result()
+    state = {name: torch.zeros_like(value) for name, value in net.state_dict().items()}
+    load(state, checkpoint_id=folder[0])
+    return [*net.parameters(), *state.values()]
+
+
 COLLECTIVES = [
     all_reduce, all_reduce_strided, reduce, broadcast, all_gather, gather, scatter, reduce_scatter,
     all_to_all_single, asynchronous, objects, coalesced, coalesced_lists,
@@ -324,8 +437,9 @@ COLLECTIVES = [
 ]  # fmt: skip
 FRAMEWORKS = [
     ddp, ddp_in_small_buckets, ddp_with_sparse_gradients, ddp_with_uneven_data, fsdp2, zero_redundancy, tensor_parallel,
-    dtensor, functional, compiled, pipeline, checkpoint,
+    dtensor, functional, compiled, pipeline, checkpoint, checkpoint_of_rank_0,
 ]  # fmt: skip
+ARGUMENTS = [effects_of(name) for name in CALLS]
 
 
 def copied(values):
@@ -357,7 +471,7 @@ def as_bytes(value):
 
 def main():
     torch.set_num_threads(1)
-    work = {"collectives": COLLECTIVES, "frameworks": FRAMEWORKS}[sys.argv[1]]
+    work = {"collectives": COLLECTIVES, "arguments": ARGUMENTS, "frameworks": FRAMEWORKS}[sys.argv[1]]
     found = {one.__name__: [] for one in work}
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), SIZE, RANK == 0)
     for backend in ("gloo", "farandole"):

@@ -118,7 +118,8 @@ class Context:
             tensors: An array, or of a group a list of them, decided and finished together.
             name: The same on all ranks, or None: matched by the order of unnamed calls of this kind.
             how: A sum. 1: a group; 2: in place; 4: waits and gives the result; 8: no user called it,
-                so that its failure needs no warning at the end.
+                so that its failure needs no warning at the end; 16: on memory: ranks match by the number of
+                elements, whatever the shapes (but for rows), and autograd is not told of the write.
             finish: Called with the results (and, of an allgather or alltoall, how many rows came from
                 each rank); gives what the user gets. Called again where it was interrupted.
             labels: The tensors' names for messages; None: they are numbered.
@@ -142,6 +143,8 @@ class Context:
         """How many works and detached gradients hold memory for the engine."""
     def take_unseen_failures(self) -> list[str]: ...
     def find_interrupted(self, name: str | None) -> Work | None: ...
+    def is_in_flight(self, name: str) -> bool:
+        """Whether an operation of that name is in flight."""
     def gradients(
         self,
         options: Options,
@@ -179,6 +182,8 @@ class Work:
         """
     def poll(self) -> bool:
         """Whether ``wait`` would return at once."""
+    def order_stream(self) -> None:
+        """After :meth:`wait`: the current stream waits for the work, too; nothing where it is complete."""
     @property
     def is_complete(self) -> bool:
         """Whether the memory is touched no more."""

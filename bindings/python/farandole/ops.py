@@ -40,7 +40,7 @@ Arrays = Sequence[Any]
 # farandole_kind of the C ABI.
 ALLREDUCE, BROADCAST, ALLGATHER, REDUCESCATTER, ALLTOALL, BARRIER = range(6)
 # How _core.Context.submit() does it.
-GROUP, IN_PLACE, BLOCKS, INTERNAL = 1, 2, 4, 8
+GROUP, IN_PLACE, BLOCKS, INTERNAL, RAW = 1, 2, 4, 8, 16
 
 _KINDS: Final = ("allreduce", "broadcast", "allgather", "reducescatter", "alltoall", "barrier")
 _REDUCTIONS: Final = {None: 1, Average: 1, Sum: 0, Min: 2, Max: 3, Product: 4, Adasum: 9}

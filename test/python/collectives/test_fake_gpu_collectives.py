@@ -8,7 +8,8 @@ import torch
 
 import farandole.torch as fl
 from fake_gpu import NCCL, FakeGpu, late, needs_fake_gpu, pose
-from farandole import basics
+from farandole import _core, basics, ops
+from farandole.torch import distributed
 from ranks import run_threads
 
 pytestmark = needs_fake_gpu
@@ -46,6 +47,28 @@ def test_synchronize_makes_the_current_stream_wait_and_the_host_go_on(gpus):
         return seen.tolist()
 
     assert run_threads(2, body) == [[3, 3, 3]] * 2
+
+
+def test_a_work_of_torch_is_completed_by_the_gpu_and_orders_each_stream_that_waits():
+    for own_gpus in pose(shared=False):
+
+        def body(rank, own_gpus=own_gpus):
+            gpu = own_gpus.mine
+            tensor, core = torch.full((3,), rank + 1.0), basics.current().core
+            gpu.hold()  # what comes after it in this stream, so the operation
+            handle = core.submit(_core.Options(ops.ALLREDUCE, 0), tensor, "t", ops.IN_PLACE)
+            work, seen = distributed.Work(None, [handle], [tensor]), []
+            for stream in (gpu.new_stream(), gpu.new_stream()):
+                with gpu.using(stream):
+                    assert work.wait()
+                    seen.append((stream, gpu.begin_reading(tensor)))
+            early = work.is_completed()
+            gpu.release()
+            for stream, _ in seen:
+                gpu.synchronize(stream)
+            return early, work.is_completed(), work.is_success(), [values.tolist() for _, values in seen]
+
+        assert run_threads(2, body) == [(False, True, True, [[3, 3, 3]] * 2)] * 2
 
 
 def test_a_side_stream_is_right_when_it_is_current_at_the_call(gpus):

@@ -1,7 +1,6 @@
 """The backend of torch.distributed, between processes."""
 
 import importlib.util
-import pathlib
 import re
 import signal
 import subprocess
@@ -12,41 +11,13 @@ import pytest
 import torch
 
 import distributed_job
-from ranks import communicate, environment, mpirun, start_forked
+from distributed_ranks import JOB, PRELUDE, expect_same, run, run_script
+from ranks import environment, mpirun
 
 pytestmark = [
     pytest.mark.once,
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed"),
 ]
-JOB = pathlib.Path(distributed_job.__file__)
-PRELUDE = """
-import os, signal, sys, time
-import torch
-import torch.distributed as dist
-import farandole
-import farandole.torch.distributed
-torch.set_num_threads(1)
-R, N = int(os.environ.get("RANK", -1)), int(os.environ.get("WORLD_SIZE", -1))
-
-def tell(text):
-    sys.stdout.write(f"{text}\\n")  # in one write: ranks may share a pipe
-    sys.stdout.flush()
-"""
-
-
-def run(size, arguments, codes=None, timeout_s=120):
-    """Returns the outputs by rank. ``codes``: the expected exit codes."""
-    return communicate(start_forked(size, arguments), codes, timeout_s)
-
-
-def run_script(size, script, **options):
-    return run(size, ["-c", PRELUDE + textwrap.dedent(script)], **options)
-
-
-def expect_same(work, outputs, results=("same",)):
-    for output in outputs:
-        lines = [line for line in output.splitlines() if line.endswith(tuple(f": {result}" for result in results))]
-        assert [line.split(":")[0] for line in lines] == [one.__name__ for one in work], output
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -72,6 +43,9 @@ def test_reductions_that_gloo_has_not():
         dist.all_to_all(parts, [torch.full((2,), 10.0 * R + rank) for rank in range(N)])
         uneven = torch.empty(R + 1)
         dist.reduce_scatter(uneven, [torch.full((rank + 1,), R + 1.0) for rank in range(N)])
+        own = torch.ones(2)
+        dist.all_reduce(own, dist._make_nccl_premul_sum(R + 1.0))  # a factor of each rank's
+        assert own.tolist() == [3.0, 3.0]
         tell(f"{mean.tolist()} {scaled.tolist()} {[part.tolist() for part in parts]} {uneven.tolist()}")
         dist.destroy_process_group()
     """

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from farandole import basics, ops
+from farandole.torch import _calls
 from farandole.torch.compression import Compression, native_wire
 
 __all__ = ["ddp_hook"]
@@ -19,7 +20,7 @@ class _Ranks:
     """All ranks of one context."""
 
     def __init__(self) -> None:
-        self._calls: dict[Any, Any] = {}
+        self._calls = _calls.Calls()
         self._checked: set[int] = set()  # ids of parameters
 
     def check_group_of(self, parameter: torch.Tensor) -> None:
@@ -38,17 +39,15 @@ class _Ranks:
                 raise ValueError(f"ddp_hook: the model's process group has {group} ranks and farandole {basics.size()}")
         self._checked.add(id(parameter))
 
-    def calls_of(self, tensor: torch.Tensor, wire: int) -> Any:
-        """The averages of tensors of this shape and dtype. They are matched by that, and in order: the buckets
-        of two models, which may be in flight together, have the same numbers."""
-        key = (tensor.dtype, tensor.shape, wire)
-        if key not in self._calls:
-            from farandole.torch import distributed  # not above: it registers the backend
-
+    def start(self, core: Any, tensor: torch.Tensor, wire: int) -> Any:
+        """Starts an average. They are matched by dtype and number of elements, and in order: the buckets of two
+        models, which may be in flight together, have the same numbers."""
+        key = (tensor.dtype, tensor.numel(), wire)
+        found = self._calls.find(key)
+        if found is None:
             how = ops.reduction_options(ops.ALLREDUCE, ops.Average, 1.0, 1.0, basics.global_process_set, wire)
-            text = f"ddp_hook: {str(tensor.dtype)[6:]}{list(tensor.shape)}"
-            self._calls[key] = distributed._Calls(how, text)
-        return self._calls[key]
+            found = self._calls.add(key, how, f"ddp_hook: {str(tensor.dtype)[6:]}[{tensor.numel()}]")
+        return _calls.start(core, found.options, found.name(), tensor, ops.IN_PLACE)
 
 
 _ranks: weakref.WeakKeyDictionary[basics.Context, _Ranks] = weakref.WeakKeyDictionary()
@@ -84,7 +83,7 @@ def ddp_hook(state: Any, bucket: Any) -> Any:
     compression = Compression.none if state is None else state
     wire, buffer = native_wire(compression), bucket.buffer()
     sent, how_to_restore = (buffer, None) if wire is not None else compression.compress(buffer)
-    handle = ranks.calls_of(sent, wire or 0).start(context.core, sent, ops.IN_PLACE, None)
+    handle = ranks.start(context.core, sent, wire or 0)
 
     def average() -> Any:
         handle.wait()

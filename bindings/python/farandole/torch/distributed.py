@@ -15,9 +15,9 @@ sleeping threads and about ten descriptors.
 ``init_method="farandole://"`` finds rank, size and store under any launcher of Farandole, such as
 ``farandolerun`` and ``mpirun``; the default, ``"env://"``, needs the variables that ``torchrun`` sets.
 
-Collectives of a group are matched by collective, dtype, shape, operation and root, and by how many such calls came
-before. All ranks must call them in the same order: if each rank waits for a call that another one has not made, all
-get an error that names the calls and their places in the program.
+Collectives of a group are matched by collective, dtype, number of elements, operation and root, and by how
+many such calls came before. All ranks must call them in the same order: if each rank waits for a call that
+another one has not made, all get an error that names the calls and their places in the program.
 
 Messages (``send``, ``recv``) between two ranks travel in a job of those two, created by the first message, as NCCL
 creates a communicator for each pair; in a group of two ranks it is the group's job.
@@ -32,6 +32,7 @@ import datetime
 import functools
 import itertools
 import queue
+import sys
 import threading
 import time
 import types
@@ -49,20 +50,22 @@ from torch._C._distributed_c10d import Work as _TorchWork
 from farandole import _core, _horovod, _store, basics, objects
 from farandole.exceptions import AbortedError, HorovodInternalError, MismatchError, OperationTimeoutError
 from farandole.ops import ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, BLOCKS, BROADCAST, GROUP, IN_PLACE, REDUCESCATTER
+from farandole.torch import _calls
 
 __all__ = ["ProcessGroup", "Work"]
 
 NAME = "farandole"
-#: Calls of one kind, dtype, shape, operation and root that may be in flight at a time; one more waits.
-MOST_IN_FLIGHT = 64
-#: Messages from one rank to another, with one tag, that may be in flight at a time; one more waits.
+DEVICES = ("cpu", "cuda")
+#: Messages from one rank to another, with one tag, that may be in flight at a time; one more waits. A byte's values.
 MOST_MESSAGES = 256
 _KINDS = ("allreduce", "broadcast", "allgather", "reduce_scatter", "all_to_all", "barrier")
 _LONGEST_S = 365 * 86400.0  # that the library waits
 _SHUTDOWN_S = "FARANDOLE_STALL_SHUTDOWN_S"  # its time limit is a group's time-out
 #: By torch's names; numbers of the C ABI.
-_REDUCTIONS = {"SUM": 0, "AVG": 1, "MIN": 2, "MAX": 3, "PRODUCT": 4, "PREMUL_SUM": 0}
+_REDUCTIONS = {"SUM": 0, "AVG": 1, "MIN": 2, "MAX": 3, "PRODUCT": 4, "PREMUL_SUM": 8}
 _LINEAR = ("SUM", "AVG", "PREMUL_SUM")
+#: As gloo and NCCL have it: a sum of truth values is whether one is true, a product whether all are.
+_OF_BOOL = {"SUM": "MAX", "PRODUCT": "MIN"}
 _BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
 #: What the core knows; others travel where nothing is computed.
 _DTYPES = {
@@ -85,6 +88,9 @@ class Work(_TorchWork):
         outputs: The value of the future: the tensors that receive something.
         finish: Called once with the operations' results, in whatever thread comes first.
         ranks: Of the job that the operations belong to, by their numbers in torch's job; None: those of the group.
+        timeout: Of wait().
+
+    What is no override of torch's begins with ``fl_``: a later torch may take any other name.
 
     Thread safety: any thread.
     """
@@ -92,17 +98,18 @@ class Work(_TorchWork):
     def __init__(
         self, group: ProcessGroup, handles: list[Any], outputs: list[torch.Tensor],
         finish: Callable[[list[Any]], None] | None = None, ranks: list[int] | None = None,
+        timeout: datetime.timedelta | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self._group, self._handles, self._outputs, self._finish = group, handles, outputs, finish
-        self.timeout: datetime.timedelta | None = None  # of wait()
-        self._ranks = ranks
-        self._lock = threading.Lock()
-        self._is_done = not handles
-        self._error: BaseException | None = None
-        self._future_lock = threading.Lock()
-        self._ended: Any = None  # the future that this sets
-        self._future: Any = None  # what follows it, for the user
+        self.fl_group, self.fl_handles, self.fl_outputs, self.fl_finish = group, handles, outputs, finish
+        self.fl_ranks, self.fl_timeout = ranks, timeout
+        self.fl_lock = threading.Lock()
+        self.fl_is_done = not handles  # on a GPU: launched
+        self.fl_copied: Any = None  # the event after what `finish` has launched on a GPU
+        self.fl_error: BaseException | None = None
+        self.fl_future_lock = threading.Lock()
+        self.fl_ended: Any = None  # the future that this sets
+        self.fl_future: Any = None  # what follows it, for the user
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """Waits until the tensors hold the result, or, on a GPU, makes the current stream wait for it.
@@ -111,12 +118,12 @@ class Work(_TorchWork):
             TimeoutError: ``timeout`` has passed; the collective is still in flight.
             HorovodInternalError: It failed; the message says why and names the rank.
         """
-        timeout = timeout or self.timeout
-        if timeout is not None and timeout.total_seconds() > 0 and not self._poll_until(timeout.total_seconds()):
-            raise TimeoutError(f"{NAME}: a collective of group {self._group.group_name} did not end within {timeout}")
-        self._complete()
-        if self._error is not None:
-            raise self._error
+        timeout = timeout or self.fl_timeout
+        if timeout is not None and timeout.total_seconds() > 0 and not self.fl_poll_until(timeout.total_seconds()):
+            raise TimeoutError(f"{NAME}: a collective of group {self.fl_group.group_name} did not end within {timeout}")
+        self.fl_complete()
+        if self.fl_error is not None:
+            raise self.fl_error
         return True
 
     def synchronize(self) -> None:
@@ -124,56 +131,60 @@ class Work(_TorchWork):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether the tensors hold the result."""
-        if not self._is_done and self._lock.acquire(blocking=False):  # else somebody waits for it
+        """Whether the tensors hold the result, on a GPU too."""
+        if not self.fl_is_done and self.fl_lock.acquire(blocking=False):  # else somebody waits for it
             try:
-                if all(handle.poll() for handle in self._handles):
-                    self._finish_locked()
+                if all(handle.poll() and handle.is_complete for handle in self.fl_handles):
+                    self.fl_finish_locked()
             finally:
-                self._lock.release()
-        return self._is_done
+                self.fl_lock.release()
+        if not self.fl_is_done or not all(handle.is_complete for handle in self.fl_handles):
+            return False
+        return self.fl_copied is None or bool(self.fl_copied.query())
 
     def is_success(self) -> bool:
-        return self._is_done and self._error is None
+        return self.fl_is_done and self.fl_error is None
 
     def exception(self) -> BaseException | None:
-        return self._error
+        return self.fl_error
 
     def result(self) -> list[torch.Tensor]:
-        return self._outputs
+        return self.fl_outputs
 
     def _source_rank(self) -> int:
         """Of a ``recv`` from any rank of a group of two."""
-        return 1 - int(self._group.rank())
+        return 1 - int(self.fl_group.rank())
 
     def get_future(self) -> Any:
         """A future of the list of tensors that receive something."""
-        with self._future_lock:
-            if self._future is not None:
-                return self._future
-            devices: list[Any] = sorted({t.device for t in self._outputs if t.is_cuda}, key=str)
-            self._ended = torch.futures.Future(devices=devices) if devices else torch.futures.Future()
+        with self.fl_future_lock:
+            if self.fl_future is not None:
+                return self.fl_future
+            devices: list[Any] = sorted({t.device for t in self.fl_outputs if t.is_cuda}, key=str)
+            self.fl_ended = torch.futures.Future(devices=devices) if devices else torch.futures.Future()
             # An error set by set_exception() is a value to torch's C++, such as DDP's; one raised here is an error.
-            self._future = self._ended.then(self._value)
+            self.fl_future = self.fl_ended.then(self.fl_value)
+            if not devices and self.fl_outputs and self.fl_outputs[0].dtype == torch.float16:
+                self.fl_future = _of_tensor_list(self.fl_future, self.fl_outputs)
         # On a GPU the host waits only until it is in a stream; the future belongs to the caller's.
         if devices:
-            self._complete()
-        if self.is_completed():
-            self.set_future()
+            self.fl_complete()
+        if devices or self.is_completed():
+            self.fl_set_future()
         else:
-            self._group.completer.add(self)
-        return self._future
+            self.fl_group.fl_completer.add(self)
+        return self.fl_future
 
-    def set_future(self) -> None:
+    def fl_set_future(self) -> None:
         """Ends the future, after the collective."""
-        self._ended.set_result(self._outputs)
+        self.fl_ended.set_result(self.fl_outputs)
 
-    def _value(self, _: Any) -> list[torch.Tensor]:
-        if self._error is not None:
-            raise self._error
-        return self._outputs
+    def fl_value(self, _: Any) -> list[torch.Tensor]:
+        if self.fl_error is not None:
+            raise self.fl_error
+        return self.fl_outputs
 
-    def _poll_until(self, timeout_s: float) -> bool:
+    def fl_poll_until(self, timeout_s: float) -> bool:
         until_s = time.monotonic() + timeout_s
         while not self.is_completed():
             if time.monotonic() >= until_s:
@@ -181,23 +192,31 @@ class Work(_TorchWork):
             time.sleep(0.0005)
         return True
 
-    def _complete(self) -> None:
-        with self._lock:
-            self._finish_locked()
+    def fl_complete(self) -> None:
+        """Waits for the operations, on a GPU in the current stream: each time, as that may be another one."""
+        with self.fl_lock:
+            if not self.fl_is_done:
+                self.fl_finish_locked()
+                return
+            for handle in self.fl_handles:
+                handle.order_stream()
+            if self.fl_copied is not None:
+                self.fl_copied.wait(torch.cuda.current_stream(self.fl_outputs[0].device))
 
-    def _finish_locked(self) -> None:
-        """Waits for the operations; KeyboardInterrupt leaves them in flight."""
-        if self._is_done:
-            return
+    def fl_finish_locked(self) -> None:
+        """The first wait; KeyboardInterrupt leaves the operations in flight."""
         try:
-            results = [handle.wait() for handle in self._handles]
-            if self._finish is not None:
+            results = [handle.wait() for handle in self.fl_handles]
+            if self.fl_finish is not None:
                 with torch.no_grad():
-                    self._finish(results)
+                    self.fl_finish(results)
+                self.fl_copied = _event_after(self.fl_outputs)
         except Exception as error:
-            self._error = self._group.renumber(error, self._ranks)
-        self._is_done = True
-        self._finish, self._handles = None, []
+            self.fl_error = self.fl_group.fl_renumber(error, self.fl_ranks)
+        is_at_it = self.fl_error is None
+        self.fl_handles = [handle for handle in self.fl_handles if is_at_it and not handle.is_complete]  # on a GPU
+        self.fl_is_done = True
+        self.fl_finish = None
 
 
 class _Completer:
@@ -232,40 +251,12 @@ class _Completer:
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
-            work._complete()
+            work.fl_complete()
             with contextlib.suppress(Exception):  # of a callback; its own future has it
-                work.set_future()
+                work.fl_set_future()
             del work  # its tensors need not live until the next one comes
             with self._lock:
                 self._idle += 1
-
-
-class _Calls:
-    """The calls of one kind, dtype, shape, operation and root: their options and names."""
-
-    def __init__(self, options: _core.Options, text: str, most_in_flight: int = MOST_IN_FLIGHT) -> None:
-        self.options = options
-        self._text = text
-        self._names: list[str] = []  # as many as were in use
-        self._handles: list[_core.Work | None] = [None] * most_in_flight
-        self._count = itertools.count()
-
-    def start(
-        self, core: _core.Context, tensors: Any, how: int, splits: Any, into: Any = None, rows: Sequence[int] = ()
-    ) -> Any:
-        slot = next(self._count) % len(self._handles)
-        while len(self._names) <= slot:
-            self._names.append(f"{self._text} {len(self._names)}")
-        last = self._handles[slot]
-        while last is not None and not last.is_complete:
-            time.sleep(0.0001)
-        finish = _with_numbers if rows and into is None else None
-        if into is None:
-            rows = ()
-        handle = core.submit(self.options, tensors, self._names[slot], how, finish, None, None, splits, into, rows)
-        if how & BLOCKS == 0:
-            self._handles[slot] = handle
-        return handle
 
 
 class _Later:
@@ -278,12 +269,19 @@ class _Later:
     def poll(self) -> bool:
         return self.started.done() and (self.started.exception() is not None or self.started.result().poll())
 
+    @property
+    def is_complete(self) -> bool:
+        return self.started.done() and (self.started.exception() is not None or self.started.result().is_complete)
+
+    def order_stream(self) -> None:
+        self.started.result().order_stream()
+
     def wait(self) -> Any:
         while not futures.wait([self.started], 1.0).done:  # the thread that joins may be stuck in torch's store
             try:
-                _raise_if_lost(self._group.context.core)
+                _raise_if_lost(self._group.fl_context.core)
             except HorovodInternalError as loss:
-                raise self._group.renumber(loss) from None
+                raise self._group.fl_renumber(loss) from None
         return self.started.result().wait()
 
 
@@ -299,24 +297,27 @@ class _Pair:
 
     def __init__(self, group: ProcessGroup, peer: int) -> None:
         self._group, self._peer, self._members = group, peer, sorted((group.rank(), peer))
-        self.ranks = [group.global_ranks[rank] for rank in self._members]
-        self._calls: dict[tuple[bool, int], _Calls] = {}
+        self.ranks = [group.fl_global_ranks[rank] for rank in self._members]
+        self._kinds = {is_sent: self._kind(is_sent) for is_sent in (False, True)}
+        self._numbers: dict[int, bytearray] = {}  # of the next messages; a byte for each tag, by 256 tags
+        self._numbers_lock = threading.Lock()
         self._lock = threading.Lock()  # of what follows
-        self._waiting: collections.deque[tuple[_Later, _Calls, torch.Tensor, Any]] = collections.deque()
+        self._waiting: collections.deque[tuple[_Later, _core.Options, str, torch.Tensor, Any]] = collections.deque()
         self._context: basics.Context | None = None
         self._is_ready = False  # nothing waits any more
         self._error: Exception | None = None
         self._is_closing = False
         self._thread: threading.Thread | None = None
         if group.size() == 2:
-            self._context, self._is_ready = group.context, True
+            self._context, self._is_ready = group.fl_context, True
         else:
             self._thread = threading.Thread(target=self._join, name="farandole-pair", daemon=True)
             self._thread.start()
 
     def start(self, tensor: torch.Tensor, is_sent: bool, tag: int) -> Any:
         """Starts a message, of which it gives the handle. ``tensor``: contiguous, of one dimension."""
-        calls = self._calls.get((is_sent, tag)) or self._calls_of(is_sent, tag)
+        options, text = self._kinds[is_sent]
+        name = f"{text}, tag {tag}, message {self._number(is_sent, tag)}"
         if not self._is_ready:
             with self._lock:
                 if self._error is not None:
@@ -324,17 +325,17 @@ class _Pair:
                 if not self._is_ready:
                     later = _Later(self._group)
                     stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
-                    self._waiting.append((later, calls, tensor, stream))
+                    self._waiting.append((later, options, name, tensor, stream))
                     return later
         assert self._context is not None
-        return calls.start(self._context.core, tensor, IN_PLACE, None)
+        return _calls.start(self._context.core, options, name, tensor, IN_PLACE)
 
     def close(self, at_exit: bool = False) -> None:
         """Leaves the job once the other rank does."""
         self._is_closing = True
         if self._thread is not None:
             self._thread.join(5.0)  # it may be stuck in torch's store
-        if self._context is not None and self._context is not self._group.context:
+        if self._context is not None and self._context is not self._group.fl_context:
             self._context.close(at_exit)
 
     def abort(self) -> None:
@@ -348,19 +349,26 @@ class _Pair:
         """The order in which all ranks close them, so that they cannot wait for one another in a circle."""
         return self._members < other._members
 
-    def _calls_of(self, is_sent: bool, tag: int) -> _Calls:
+    def _kind(self, is_sent: bool) -> tuple[_core.Options, str]:
         root = self._members.index(self._group.rank() if is_sent else self._peer)
-        options = _core.Options(BROADCAST, root=root, function="send")
-        to = f"rank {self.ranks[root]} to rank {self.ranks[1 - root]}, tag {tag}"
-        calls = _Calls(options, f"group {self._group.group_name}: {to}, message", MOST_MESSAGES)
-        return self._calls.setdefault((is_sent, tag), calls)
+        text = f"group {self._group.group_name}: rank {self.ranks[root]} to rank {self.ranks[1 - root]}"
+        return _core.Options(BROADCAST, root=root, function="send"), text
+
+    def _number(self, is_sent: bool, tag: int) -> int:
+        """Of the next message, modulo MOST_MESSAGES."""
+        page, at = 2 * (tag >> 8) + is_sent, tag & 255
+        with self._numbers_lock:
+            numbers = self._numbers.get(page) or self._numbers.setdefault(page, bytearray(256))
+            number = numbers[at]
+            numbers[at] = (number + 1) % MOST_MESSAGES
+        return number
 
     def _join(self) -> None:
         try:
             context = self._rendezvous()
         except Exception as error:
             with self._lock:
-                self._error = self._group.renumber(self._cause_of(error))
+                self._error = self._group.fl_renumber(self._cause_of(error))
                 for later, *_ in self._waiting:
                     later.started.set_exception(self._error)
                 self._waiting.clear()
@@ -378,19 +386,19 @@ class _Pair:
 
     @staticmethod
     def _start_later(
-        context: basics.Context, later: _Later, calls: _Calls, tensor: torch.Tensor, stream: Any
+        context: basics.Context, later: _Later, options: _core.Options, name: str, tensor: torch.Tensor, stream: Any
     ) -> None:  # fmt: skip
         """Without the lock, which whoever aborts the group needs: it may wait until others are received."""
         try:
             with torch.cuda.stream(stream):
-                later.started.set_result(calls.start(context.core, tensor, IN_PLACE, None))
+                later.started.set_result(_calls.start(context.core, options, name, tensor, IN_PLACE))
         except Exception as error:
             later.started.set_exception(error)
 
     def _rendezvous(self) -> basics.Context:
         """Joins the other rank when it comes, however late."""
         number = self._members.index(self._group.rank())
-        shared = self._group.own_store()
+        shared = self._group.fl_own_store()
         store = dist.PrefixStore(f"pair {self._members}", shared)
 
         def is_there(keys: list[str]) -> bool:
@@ -398,26 +406,26 @@ class _Pair:
             return bool(store.check(keys))
 
         store.set(f"has come {number}", "")
-        pause_s, until_s = 0.0005, time.monotonic() + (self._group.timeout_s or _LONGEST_S)
+        pause_s, until_s = 0.0005, time.monotonic() + (self._group.fl_timeout_s or _LONGEST_S)
         while not is_there([f"has come {1 - number}"]):
             if time.monotonic() > until_s:
-                peer = f"rank {self._group.global_ranks[self._peer]}"
-                error = OperationTimeoutError(f"{peer} started no message within {self._group.timeout_s:g} s")
+                peer = f"rank {self._group.fl_global_ranks[self._peer]}"
+                error = OperationTimeoutError(f"{peer} started no message within {self._group.fl_timeout_s:g} s")
                 raise _with_ranks_of_job(error)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.05)
         calls = types.SimpleNamespace(set=store.set, get=store.get, wait=store.wait, check=is_there)
         try:
-            return _connect(calls, number, 2, self._group.timeout_s, in_order=False)
+            return _connect(calls, number, 2, self._group.fl_timeout_s, in_order=False)
         except HorovodInternalError as error:
-            raise self._group.renumber(error, self.ranks) from None
+            raise self._group.fl_renumber(error, self.ranks) from None
 
     def _cause_of(self, error: Exception) -> Exception:
         """Why joining failed: a store goes with its rank, and the group says a little later which one that was."""
         until_s = time.monotonic() + 1.0
         while not isinstance(error, HorovodInternalError):
             try:
-                _raise_if_lost(self._group.context.core)
+                _raise_if_lost(self._group.fl_context.core)
             except HorovodInternalError as loss:
                 return loss
             if time.monotonic() > until_s:
@@ -430,34 +438,38 @@ class _Pair:
         """Raises an error if the other rank will not come any more."""
         if self._is_closing:
             raise _with_ranks_of_job(AbortedError(f"group {self._group.group_name} has been left by this rank"))
-        _raise_if_lost(self._group.context.core)
+        _raise_if_lost(self._group.fl_context.core)
         if store.check([_left(self._peer)]):
-            rank = self._group.global_ranks[self._peer]
+            rank = self._group.fl_global_ranks[self._peer]
             raise _with_ranks_of_job(AbortedError(f"group {self._group.group_name} has been left by rank {rank}"))
 
 
 class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
     """A group of ranks, created by ``torch.distributed``.
 
+    What is no override of torch's begins with ``fl_``: a later torch may take any other name.
+
     Thread safety: any thread; collectives must come in the same order on all ranks.
     """
 
     def __init__(
-        self, store: Any, rank: int, size: int, global_ranks: Sequence[int] = (), timeout_s: float = 0
+        self, store: Any, rank: int, size: int, global_ranks: Sequence[int] = (), timeout_s: float = 0,
+        devices: Sequence[str] = DEVICES,
     ) -> None:  # fmt: skip
         super().__init__(rank, size)
-        self.global_ranks = list(global_ranks) or list(range(size))
-        self._names = {"name": "", "desc": "undefined"}
-        self._calls: dict[Any, _Calls] = {}
-        self._size = size
-        self._has_seen_failure = False  # one that ended the group
-        self.completer = _Completer()
-        self.timeout_s = min(timeout_s, _LONGEST_S)
-        self._store = store
-        self._pairs: dict[int, _Pair] = {}
-        self._pairs_lock = threading.Lock()
-        self.context = _connect(store, rank, size, self.timeout_s)
-        self._core = self.context.core
+        self.fl_global_ranks = list(global_ranks) or list(range(size))
+        self.fl_names = {"name": "", "desc": "undefined"}
+        self.fl_devices = [torch.device(device) for device in devices]
+        self.fl_calls = _calls.Calls()
+        self.fl_size = size
+        self.fl_has_seen_failure = False  # one that ended the group
+        self.fl_completer = _Completer()
+        self.fl_timeout_s = min(timeout_s, _LONGEST_S)
+        self.fl_store = store
+        self.fl_pairs: dict[int, _Pair] = {}
+        self.fl_pairs_lock = threading.Lock()
+        self.fl_context = _connect(store, rank, size, self.fl_timeout_s)
+        self.fl_core = self.fl_context.core
         _open_groups.add(self)
 
     # What torch calls a group.
@@ -468,21 +480,27 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
     name = getBackendName
 
     def _set_group_name(self, name: str) -> None:
-        self._names["name"] = name
+        self.fl_names["name"] = name
 
     def _set_group_desc(self, desc: str) -> None:
-        self._names["desc"] = desc
+        self.fl_names["desc"] = desc
 
     setGroupName, setGroupDesc = _set_group_name, _set_group_desc
 
     def getGroupName(self) -> str:
-        return self._names["name"]
+        return self.fl_names["name"]
 
     def getGroupDesc(self) -> str:
-        return self._names["desc"]
+        return self.fl_names["desc"]
 
     group_name = property(getGroupName)
     group_desc = property(getGroupDesc)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """None before torch knows the group: torch 2.15 would attach its flight recorder, which asks the C++ base
+        for a name that only groups with registered backends have."""
+        return self.fl_devices if self in dist.distributed_c10d._world.pg_map else []
 
     #: ``split_group``, and groups that are made of one with a ``device_id``, ask for it.
     supports_splitting = False
@@ -500,53 +518,53 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
         open.
         """
         _open_groups.discard(self)
-        self._close_pairs()
+        self.fl_close_pairs()
         try:
-            self.context.close()
+            self.fl_context.close()
         except HorovodInternalError as error:
-            if not self._has_seen_failure:
-                warnings.warn(f"{NAME}: {self.renumber(error)}", RuntimeWarning, stacklevel=2)
+            if not self.fl_has_seen_failure:
+                warnings.warn(f"{NAME}: {self.fl_renumber(error)}", RuntimeWarning, stacklevel=2)
         finally:
-            self.completer.stop()
+            self.fl_completer.stop()
 
     def abort(self) -> None:
         """Leaves the group at once: operations in flight end with an error on all its ranks."""
         _open_groups.discard(self)
-        self._announce_leaving()
-        for pair in list(self._pairs.values()):
+        self.fl_announce_leaving()
+        for pair in list(self.fl_pairs.values()):
             pair.abort()
-        self._core.close_at_exit(0.0)
-        self.completer.stop()
+        self.fl_core.close_at_exit(0.0)
+        self.fl_completer.stop()
 
-    def close_at_exit(self) -> None:
+    def fl_close_at_exit(self) -> None:
         """As :meth:`shutdown`, for a script that ends without ``destroy_process_group``."""
         with contextlib.suppress(HorovodInternalError):  # the script has seen it, or waited for nothing more
-            self._close_pairs(at_exit=True)
+            self.fl_close_pairs(at_exit=True)
         with contextlib.suppress(HorovodInternalError):
-            self.context.close(at_exit=True)
-        self.completer.stop(1.0)
+            self.fl_context.close(at_exit=True)
+        self.fl_completer.stop(1.0)
 
-    def _close_pairs(self, at_exit: bool = False) -> None:
+    def fl_close_pairs(self, at_exit: bool = False) -> None:
         """Before the group: its store is there as long as all ranks are in it."""
-        self._announce_leaving()
-        for pair in sorted(self._pairs.values()):
+        self.fl_announce_leaving()
+        for pair in sorted(self.fl_pairs.values()):
             with contextlib.suppress(HorovodInternalError):  # as that of the group
                 pair.close(at_exit)
 
-    def _announce_leaving(self) -> None:
+    def fl_announce_leaving(self) -> None:
         """To ranks that wait for a first message; in a group of two there are none."""
-        if self._size > 2:
+        if self.fl_size > 2:
             with contextlib.suppress(Exception):  # of a store that has gone with its rank
-                _raise_if_lost(self._core)
-                self._store.set(_left(self.rank()), "")
+                _raise_if_lost(self.fl_core)
+                self.fl_store.set(_left(self.rank()), "")
 
-    def own_store(self) -> Any:
+    def fl_own_store(self) -> Any:
         """The group's store, by a connection of its own where the store has one: a wait blocks that for all threads."""
-        return self._store.clone() if callable(getattr(self._store, "clone", None)) else self._store
+        return self.fl_store.clone() if callable(getattr(self.fl_store, "clone", None)) else self.fl_store
 
-    def renumber(self, error: Exception, ranks: list[int] | None = None) -> Exception:
+    def fl_renumber(self, error: Exception, ranks: list[int] | None = None) -> Exception:
         """An error, once with ranks of torch's job instead of those of the group, or of the job of ``ranks``."""
-        ranks = self.global_ranks if ranks is None else ranks
+        ranks = self.fl_global_ranks if ranks is None else ranks
         if not isinstance(error, HorovodInternalError) or hasattr(error, "is_renumbered"):
             return error
         vars(error).update(is_renumbered=True)
@@ -554,7 +572,7 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
             error.failed_ranks = tuple(ranks[rank] for rank in error.failed_ranks)
             error.args = (f"group {self.group_name} of ranks {ranks}, numbered from 0: {error}",)
         if not isinstance(error, MismatchError):
-            self._has_seen_failure = True
+            self.fl_has_seen_failure = True
         if isinstance(error, OperationTimeoutError):  # named as the user has set it
             error.args = (str(error).replace(_SHUTDOWN_S, "the timeout of the group"),)
         return error
@@ -566,24 +584,25 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
 
     def allreduce(self, tensors: Tensors, opts: Any = None, *_: Any) -> Work:
         if any(tensor.is_sparse for tensor in tensors):
-            return self._reduce_sparse(tensors, opts)
-        return self._reduce(tensors, opts)
+            return self.fl_reduce_sparse(tensors, opts)
+        return self.fl_reduce(tensors, opts)
 
     allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: Tensors, opts: Any = None, *_: Any) -> Work:
-        views = [_movable(tensor) for tensor in tensors]
         root = 0 if opts is None else opts.rootRank
-        return self._work(opts, BROADCAST, views, list(tensors), how=IN_PLACE, root=root)
+        views, write_back = _contiguous([_movable(tensor) for tensor in tensors])
+        finish = None if write_back is None or self.rank() == root else write_back
+        return self.fl_work(opts, BROADCAST, views, list(tensors), finish, how=IN_PLACE, root=root)
 
     def reduce(self, tensors: Tensors, opts: Any, *_: Any) -> Work:
         """The tensors of ranks other than the root stay as they are."""
         targets = tensors if self.rank() == opts.rootRank else [tensor.clone() for tensor in tensors]
-        return self._reduce(targets, opts, list(tensors))
+        return self.fl_reduce(targets, opts, list(tensors))
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None, *_: Any) -> Work:
         received = [[_movable(part).numel() for part in parts] for parts in outputs]
-        return self._gather(outputs, inputs, received, [part for parts in outputs for part in parts], opts)
+        return self.fl_gather(outputs, inputs, received, [part for parts in outputs for part in parts], opts)
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None, *_: Any) -> Work:
         """As :meth:`allgather`, but ``outputs`` has a list for each rank, of a tensor for each of ``inputs``."""
@@ -594,77 +613,75 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None, *_: Any) -> Work:
         for output, given in zip(outputs, inputs, strict=True):
-            _check_numel("all_gather", output, self._size * given.numel(), "the input's times the group's size")
-        received = [[_movable(given).numel()] * self._size for given in inputs]
-        return self._gather([[output] for output in outputs], inputs, received, list(outputs), opts)
+            _check_numel("all_gather", output, self.fl_size * given.numel(), "the input's times the group's size")
+        received = [[_movable(given).numel()] * self.fl_size for given in inputs]
+        return self.fl_gather([[output] for output in outputs], inputs, received, list(outputs), opts)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None, *_: Any) -> Work:
         if any(part.numel() != into.numel() for into, parts in zip(outputs, inputs, strict=True) for part in parts):
-            return self._reduce_scatter_uneven(outputs, inputs, opts)
-        return self._reduce_scatter(outputs, [_joined(parts) for parts in inputs], opts)
+            return self.fl_reduce_scatter_uneven(outputs, inputs, opts)
+        return self.fl_reduce_scatter(outputs, [_joined(parts) for parts in inputs], opts)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, *_: Any) -> Work:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None, *_: Any) -> Work:
         for output, given in zip(outputs, inputs, strict=True):
-            _check_numel("reduce_scatter", given, self._size * output.numel(), "the output's times the group's size")
-        return self._reduce_scatter(outputs, [given.reshape(-1) for given in inputs], opts)
+            _check_numel("reduce_scatter", given, self.fl_size * output.numel(), "the output's times the group's size")
+        return self.fl_reduce_scatter(outputs, [given.reshape(-1) for given in inputs], opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None, *_: Any) -> Work:
-        return self._exchange(opts, outputs, inputs, "all_to_all", list(outputs))
+        return self.fl_exchange(opts, outputs, inputs, "all_to_all", list(outputs))
 
     def all_to_all_single(
         self, output: torch.Tensor, input: torch.Tensor, output_split_sizes: Sequence[int],
         input_split_sizes: Sequence[int], opts: Any = None, *_: Any,
     ) -> Work:  # fmt: skip
-        received = _elements_of(output, output_split_sizes, self._size)
-        sent = _elements_of(input, input_split_sizes, self._size)
+        received = _elements_of(output, output_split_sizes, self.fl_size)
+        sent = _elements_of(input, input_split_sizes, self.fl_size)
         flat = _movable(input).reshape(-1)
-        return self._receive(
+        return self.fl_receive(
             opts, ALLTOALL, [flat], [[output]], [received], [output], splits=sent, label="all_to_all_single"
         )
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any, *_: Any) -> Work:
         nothing = inputs[0].new_empty(0)
         is_root = self.rank() == opts.rootRank
-        sent = [inputs[0] if rank == opts.rootRank else nothing for rank in range(self._size)]
+        sent = [inputs[0] if rank == opts.rootRank else nothing for rank in range(self.fl_size)]
         received = list(outputs[0]) if is_root else []
-        what = f"gather to rank {opts.rootRank}{_shape_in_name(inputs[0])}"
-        return self._exchange(opts, received or [nothing] * self._size, sent, what, received)
+        what = f"gather to rank {opts.rootRank}{_count_in_name(inputs[0])}"
+        return self.fl_exchange(opts, received or [nothing] * self.fl_size, sent, what, received)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any, *_: Any) -> Work:
         nothing = outputs[0].new_empty(0)
         is_root = self.rank() == opts.rootRank
-        sent = list(inputs[0]) if is_root else [nothing] * self._size
-        received = [outputs[0] if rank == opts.rootRank else nothing for rank in range(self._size)]
-        what = f"scatter from rank {opts.rootRank}{_shape_in_name(outputs[0])}"
-        return self._exchange(opts, received, sent, what, [outputs[0]])
+        sent = list(inputs[0]) if is_root else [nothing] * self.fl_size
+        received = [outputs[0] if rank == opts.rootRank else nothing for rank in range(self.fl_size)]
+        what = f"scatter from rank {opts.rootRank}{_count_in_name(outputs[0])}"
+        return self.fl_exchange(opts, received, sent, what, [outputs[0]])
 
     def barrier(self, opts: Any = None, *_: Any) -> Work:
         timeout = getattr(opts, "timeout", datetime.timedelta(0))
         if timeout <= datetime.timedelta(0):
-            return self._work(opts, BARRIER, (), [])
-        work = self._work(None, BARRIER, (), [])
-        work.timeout = timeout
-        return work
+            return self.fl_work(opts, BARRIER, (), [])
+        return self.fl_work(None, BARRIER, (), [], timeout=timeout)
 
     # Messages. Both ranks' calls end when the message has arrived.
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Work:
         flat = _movable(tensors[0]).contiguous().view(-1)
-        return self._message(flat, dst, tag, is_sent=True, outputs=[])
+        return self.fl_message(flat, dst, tag, is_sent=True, outputs=[])
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> Work:
         target = _movable(tensors[0])
         if target.is_contiguous():
-            return self._message(target.view(-1), src, tag, is_sent=False, outputs=list(tensors))
+            return self.fl_message(target.view(-1), src, tag, is_sent=False, outputs=list(tensors))
         flat = torch.empty(target.shape, dtype=target.dtype, device=target.device).view(-1)
         finish = functools.partial(_fill, target, flat)
-        return self._message(flat, src, tag, is_sent=False, outputs=list(tensors), finish=finish)
+        return self.fl_message(flat, src, tag, is_sent=False, outputs=list(tensors), finish=finish)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
-        if self._size != 2:
+        if self.fl_size != 2:
             raise NotImplementedError(f"{NAME}: recv from any of several ranks is not supported; say which")
         return self.recv(tensors, 1 - self.rank(), tag)
 
@@ -678,28 +695,28 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
 
     # The rest is internal.
 
-    def _message(
+    def fl_message(
         self, flat: torch.Tensor, peer: int, tag: int, is_sent: bool, outputs: list[torch.Tensor],
         finish: Callable[[list[Any]], None] | None = None,
     ) -> Work:  # fmt: skip
         _check_travels(flat)
-        pair = self._pairs.get(peer) or self._pair_with(peer)
+        pair = self.fl_pairs.get(peer) or self.fl_pair_with(peer)
         try:
             return Work(self, [pair.start(flat, is_sent, tag)], outputs, finish, pair.ranks)
         except HorovodInternalError as error:
-            raise self.renumber(error, pair.ranks) from None
+            raise self.fl_renumber(error, pair.ranks) from None
 
-    def _pair_with(self, peer: int) -> _Pair:
-        if peer == self.rank() or not 0 <= peer < self._size:
-            raise ValueError(f"{NAME}: rank {self.rank()} of {self._size} cannot exchange messages with rank {peer}")
-        with self._pairs_lock:
-            if peer not in self._pairs:
-                self._pairs[peer] = _Pair(self, peer)
-            return self._pairs[peer]
+    def fl_pair_with(self, peer: int) -> _Pair:
+        if peer == self.rank() or not 0 <= peer < self.fl_size:
+            raise ValueError(f"{NAME}: rank {self.rank()} of {self.fl_size} cannot exchange messages with rank {peer}")
+        with self.fl_pairs_lock:
+            if peer not in self.fl_pairs:
+                self.fl_pairs[peer] = _Pair(self, peer)
+            return self.fl_pairs[peer]
 
-    def _reduce(
+    def fl_reduce(
         self, tensors: Tensors, opts: Any, outputs: list[torch.Tensor] | None = None,
-        then: Callable[[], None] | None = None,
+        then: Callable[[list[Any]], None] | None = None,
     ) -> Work:  # fmt: skip
         """Reduces in place, then calls ``then``."""
         op, factor = _op_of(opts)
@@ -707,21 +724,22 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
         if op not in _BITWISE:
             if op not in _LINEAR and any(t.is_complex() for t in tensors):
                 raise ValueError(f"{NAME}: a reduction of complex tensors by {op} is not supported")
-            views = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
-            finish = None if then is None else lambda _: then()
-            return self._work(opts, ALLREDUCE, views, outputs, finish, how=IN_PLACE, op=op, factor=factor)
+            views, finish = _contiguous([torch.view_as_real(t) if t.is_complex() else t for t in tensors])
+            if then is not None:
+                finish = functools.partial(_call_each, finish, then)
+            return self.fl_work(opts, ALLREDUCE, views, outputs, finish, how=IN_PLACE, op=op, factor=factor)
 
         def combine(results: list[Any]) -> None:
             for tensor, gathered in zip(tensors, _all_of(results), strict=True):
-                parts = gathered.view(self._size, -1)
-                tensor.copy_(functools.reduce(_BITWISE[op], parts.unbind()).view(tensor.shape))
+                parts = gathered.view(self.fl_size, -1)
+                _write(tensor, functools.reduce(_BITWISE[op], parts.unbind()))
             if then is not None:
-                then()
+                then(results)
 
         flat = [tensor.reshape(-1) for tensor in tensors]
-        return self._work(opts, ALLGATHER, flat, outputs, combine, label=f"allreduce ({op})")
+        return self.fl_work(opts, ALLGATHER, flat, outputs, combine, label=f"allreduce ({op})")
 
-    def _reduce_sparse(self, tensors: Tensors, opts: Any) -> Work:
+    def fl_reduce_sparse(self, tensors: Tensors, opts: Any) -> Work:
         """Gathers all ranks' indices and values, and adds the values of equal indices."""
         op, _ = _op_of(opts)
         if op != "SUM" or not all(tensor.is_sparse for tensor in tensors):
@@ -738,45 +756,45 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
                 tensor.copy_(torch.sparse_coo_tensor(indices.t(), values, tensor.shape).coalesce())
 
         label = f"allreduce (sparse, {', '.join(str(list(tensor.shape)) for tensor in tensors)})"
-        return self._work(opts, ALLGATHER, sent, list(tensors), add_up, label=label, is_ragged=True)
+        return self.fl_work(opts, ALLGATHER, sent, list(tensors), add_up, label=label, is_ragged=True)
 
-    def _reduce_scatter(self, outputs: Tensors, flat: list[torch.Tensor], opts: Any) -> Work:
+    def fl_reduce_scatter(self, outputs: Tensors, flat: list[torch.Tensor], opts: Any) -> Work:
         def finish(results: list[Any]) -> None:
             for output, reduced in zip(outputs, _all_of(results), strict=True):
-                output.copy_(reduced.view(output.shape))
+                _write(output, reduced)
 
         op, factor = _op_of(opts)
         flat, into = _places(flat, [[output] for output in outputs])
         then = finish if into is None else None
-        return self._work(opts, REDUCESCATTER, flat, list(outputs), then, op=op, factor=factor, into=into)
+        return self.fl_work(opts, REDUCESCATTER, flat, list(outputs), then, op=op, factor=factor, into=into)
 
-    def _reduce_scatter_uneven(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
+    def fl_reduce_scatter_uneven(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
         joined = [torch.cat([part.reshape(-1) for part in parts]) for parts in inputs]
 
-        def take_own() -> None:
+        def take_own(_: list[Any]) -> None:
             for output, total, parts in zip(outputs, joined, inputs, strict=True):
                 splits = torch.split(total, [part.numel() for part in parts])
-                output.copy_(splits[self.rank()].view(output.shape))
+                _write(output, splits[self.rank()])
 
-        return self._reduce(joined, opts, list(outputs), take_own)
+        return self.fl_reduce(joined, opts, list(outputs), take_own)
 
-    def _gather(
+    def fl_gather(
         self, places: Sequence[Tensors], inputs: Tensors, received: list[list[int]], outputs: list[torch.Tensor],
         opts: Any,
     ) -> Work:  # fmt: skip
         sent = [_movable(tensor).reshape(-1) for tensor in inputs]
-        return self._receive(opts, ALLGATHER, sent, places, received, outputs)
+        return self.fl_receive(opts, ALLGATHER, sent, places, received, outputs)
 
-    def _exchange(self, opts: Any, outputs: Tensors, inputs: Tensors, what: str, whole: list[torch.Tensor]) -> Work:
+    def fl_exchange(self, opts: Any, outputs: Tensors, inputs: Tensors, what: str, whole: list[torch.Tensor]) -> Work:
         """Tensor `i` of `inputs` goes to rank `i`; what comes from there goes into `outputs[i]`."""
         for name, parts in (("inputs", inputs), ("outputs", outputs)):
-            if len(parts) != self._size:
-                raise ValueError(f"{what}: expected {self._size} {name}, one for each rank; got {len(parts)}")
+            if len(parts) != self.fl_size:
+                raise ValueError(f"{what}: expected {self.fl_size} {name}, one for each rank; got {len(parts)}")
         splits, received = ([_movable(tensor).numel() for tensor in parts] for parts in (inputs, outputs))
         sent = [_joined([_movable(tensor) for tensor in inputs])]
-        return self._receive(opts, ALLTOALL, sent, [outputs], [received], whole, splits=splits, label=what)
+        return self.fl_receive(opts, ALLTOALL, sent, [outputs], [received], whole, splits=splits, label=what)
 
-    def _receive(
+    def fl_receive(
         self, opts: Any, kind: int, sent: list[torch.Tensor], places: Sequence[Tensors], received: list[list[int]],
         outputs: list[torch.Tensor], splits: Any = None, label: str = "",
     ) -> Work:  # fmt: skip
@@ -786,15 +804,15 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
         rows = list(itertools.chain.from_iterable(received))
         is_ragged = any(len(set(numbers)) > 1 for numbers in received)
         finish = functools.partial(_spread, label or _KINDS[kind], places, received) if into is None else None
-        return self._work(
+        return self.fl_work(
             opts, kind, sent, outputs, finish, splits=splits, label=label, is_ragged=is_ragged, into=into, rows=rows
         )
 
-    def _work(
+    def fl_work(
         self, opts: Any, kind: int, tensors: Any, outputs: list[torch.Tensor],
         finish: Callable[[list[Any]], None] | None = None, how: int = 0, op: str = "SUM", factor: float = 1.0,
         root: int = -1, splits: Any = None, label: str = "", is_ragged: bool = False, into: Any = None,
-        rows: Sequence[int] = (),
+        rows: Sequence[int] = (), timeout: datetime.timedelta | None = None,
     ) -> Work:  # fmt: skip
         """Starts a collective on one tensor or, as one operation, on several.
 
@@ -802,6 +820,7 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
             is_ragged: Other ranks may give other shapes.
             into: Where the results go; None: into new tensors.
             rows: Of an allgather or alltoall, for each tensor: how many elements come from each rank.
+            timeout: Of the work's wait().
         """
         if len(tensors) != 1:
             how |= GROUP
@@ -810,44 +829,45 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
             into = into[0]
         for tensor in tensors:
             _check_travels(tensor)
-        calls = self._calls_of(kind, tensors, op, factor, root, label, is_ragged)
+        calls = self.fl_kind(kind, tensors, op, factor, root, label, is_ragged)
         if getattr(opts, "asyncOp", True):
-            return Work(self, [calls.start(self._core, given, how, splits, into, rows)], outputs, finish)
+            handle = _calls.start(self.fl_core, calls.options, calls.name(), given, how, splits, into, rows)
+            return Work(self, [handle], outputs, finish, timeout=timeout)
         # Whoever asked waits at once: no thread is woken for it.
         try:
-            result = calls.start(self._core, given, how | BLOCKS, splits, into, rows)
+            result = _calls.start(self.fl_core, calls.options, calls.name(), given, how | BLOCKS, splits, into, rows)
         except HorovodInternalError as error:
-            raise self.renumber(error) from None
+            raise self.fl_renumber(error) from None
         if finish is not None:
             with torch.no_grad():
                 finish([result])
         return Work(self, [], outputs)
 
-    def _calls_of(
+    def fl_kind(
         self, kind: int, tensors: Any, op: str, factor: float, root: int, label: str, is_ragged: bool
-    ) -> _Calls:  # fmt: skip
+    ) -> _calls.Kind:  # fmt: skip
+        """Its text, by which ranks match calls, has the numbers of elements, and no shapes."""
         # Where rows may differ between the ranks the name does not say how many there are, nor of bytes that are
         # gathered: so objects, of which each has a length of its own, do not make names without end.
-        has_shapes = kind != ALLTOALL and not is_ragged
-        shapes = tuple(
-            (t.dtype, t.shape if has_shapes and (kind != ALLGATHER or t.dtype != torch.uint8) else None)
+        has_counts = kind != ALLTOALL and not is_ragged
+        counts = tuple(
+            (t.dtype, t.numel() if has_counts and (kind != ALLGATHER or t.dtype != torch.uint8) else None)
             for t in tensors
         )
-        key = (kind, shapes, op, factor, root, label)
-        calls = self._calls.get(key)
-        if calls is None:
-            if op not in _REDUCTIONS:
-                raise ValueError(f"{NAME}: {_KINDS[kind]} with {op} is not supported")
-            described = ", ".join(
-                f"{str(dtype)[6:]}{'' if shape is None else list(shape)}" for dtype, shape in shapes[:3]
-            )
-            more = f", ... ({len(shapes)} tensors)" if len(shapes) > 3 else ""
-            how = (f" ({op})" if op != "SUM" and not label else "") + (f" from rank {root}" if root >= 0 else "")
-            text = f"{label or _KINDS[kind]}{how} of {described}{more}" if shapes else _KINDS[kind]
-            options = _core.Options(kind, _REDUCTIONS[op], factor, 1.0, root)
-            # setdefault: another thread may have made it meanwhile.
-            calls = self._calls.setdefault(key, _Calls(options, f"group {self.group_name}: {text}"))
-        return calls
+        key = (kind, counts, op, factor, root, label)
+        found = self.fl_calls.find(key)
+        if found is not None:
+            return found
+        if op not in _REDUCTIONS:
+            raise ValueError(f"{NAME}: {_KINDS[kind]} with {op} is not supported")
+        described = ", ".join(f"{str(dtype)[6:]}{'' if count is None else [count]}" for dtype, count in counts[:3])
+        more = f", ... ({len(counts)} tensors)" if len(counts) > 3 else ""
+        how = (f" ({op})" if op != "SUM" and not label else "") + (f" from rank {root}" if root >= 0 else "")
+        text = f"{label or _KINDS[kind]}{how} of {described}{more}" if counts else _KINDS[kind]
+        if counts and all(dtype == torch.bool for dtype, _ in counts):
+            op = _OF_BOOL.get(op, op)
+        options = _core.Options(kind, _REDUCTIONS[op], factor, 1.0, root)
+        return self.fl_calls.add(key, options, f"group {self.group_name}: {text}")
 
 
 def _connect(store: Any, rank: int, size: int, timeout_s: float, in_order: bool = True) -> basics.Context:
@@ -874,7 +894,7 @@ def _raise_if_lost(core: _core.Context) -> None:
 
 
 def _with_ranks_of_job(error: HorovodInternalError) -> HorovodInternalError:
-    """An error that speaks of ranks by their numbers in torch's job already; see :meth:`ProcessGroup.renumber`."""
+    """An error that speaks of ranks by their numbers in torch's job already; see :meth:`ProcessGroup.fl_renumber`."""
     vars(error).update(is_renumbered=True)
     return error
 
@@ -886,7 +906,24 @@ def _left(rank: int) -> str:
 
 def _create(options: Any, *_: Any) -> ProcessGroup:
     ranks, timeout_s = options.global_ranks_in_group, options.timeout.total_seconds()
-    return ProcessGroup(options.store, options.group_rank, options.group_size, ranks, timeout_s)
+    devices = _devices_of(sys._getframe(1))
+    return ProcessGroup(options.store, options.group_rank, options.group_size, ranks, timeout_s, devices)
+
+
+def _devices_of(frame: types.FrameType | None) -> list[str]:
+    """The devices that torch's function that makes a group, which called, wants served.
+
+    Raises:
+        ValueError: It wants others served by another backend. A ProcessGroup replaces the group with all of its
+            backends without a word, and the backend is not told of these.
+    """
+    config = frame.f_locals.get("backend_config") if frame is not None else None
+    backends: dict[str, str] = config.get_device_backend_map() if config is not None else {}
+    if any(str(backend) != NAME for backend in backends.values()):
+        asked = ",".join(f"{device}:{backend}" for device, backend in backends.items())
+        raise ValueError(f'{NAME}: backend "{asked}" is not supported: a group of {NAME} has no other backend beside '
+                         f'it; expected "{NAME}", which serves {" and ".join(DEVICES)}')  # fmt: skip
+    return list(backends) or list(DEVICES)
 
 
 _open_groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
@@ -895,7 +932,7 @@ _open_groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 @atexit.register
 def _close_groups() -> None:
     for group in list(_open_groups):
-        group.close_at_exit()
+        group.fl_close_at_exit()
 
 
 def _rendezvous(_url: str, timeout: datetime.timedelta = datetime.timedelta(minutes=5), **_: Any) -> Iterator[Any]:
@@ -916,6 +953,44 @@ def _rendezvous(_url: str, timeout: datetime.timedelta = datetime.timedelta(minu
     raise RuntimeError("farandole:// does not support a change of the world")
 
 
+def _after(ended: torch.jit.Future[int], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """TorchScript, as is what follows."""
+    torch.jit.wait(ended)
+    return tensors
+
+
+def _follow(ended: torch.jit.Future[int], tensors: list[torch.Tensor]) -> torch.jit.Future[list[torch.Tensor]]:
+    return torch.jit.fork(_after, ended, tensors)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _compiled_follow() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates it, and has nothing else that makes such a future
+        return torch.jit.script(_follow)
+
+
+def _of_tensor_list(ended: Any, tensors: list[torch.Tensor]) -> Any:
+    """A future of the tensors, after another one, whose value C++ takes for a list of tensors.
+
+    A torch.futures.Future has an object of Python's. DDP's C++ takes that too, but for its hook that sends 16 bits.
+    This takes 80 us, so other dtypes do without.
+    """
+    try:
+        return _compiled_follow()(ended, tensors)
+    except RuntimeError:  # a torch without TorchScript
+        return ended
+
+
+def _event_after(outputs: list[torch.Tensor]) -> Any:
+    """An event after what the current stream has been told to do with tensors on a GPU; None for others."""
+    if not outputs or not outputs[0].is_cuda:
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(outputs[0].device))
+    return event
+
+
 def _op_of(opts: Any) -> tuple[str, float]:
     """The name of a reduce operation, and the factor of PREMUL_SUM."""
     if opts is None:
@@ -929,8 +1004,41 @@ def _all_of(results: list[Any]) -> list[torch.Tensor]:
     return list(results[0]) if isinstance(results[0], (list, tuple)) else [results[0]]
 
 
+def _write(target: torch.Tensor, source: torch.Tensor) -> None:
+    """As gloo and NCCL write: autograd does not see it."""
+    target.data.copy_(source.view(target.shape))
+
+
 def _fill(target: torch.Tensor, flat: torch.Tensor, _: list[Any]) -> None:
-    target.copy_(flat.view(target.shape))
+    _write(target, flat)
+
+
+def _call_each(first: Callable[[Any], None] | None, then: Callable[[Any], None], results: list[Any]) -> None:
+    if first is not None:
+        first(results)
+    then(results)
+
+
+def _contiguous(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Callable[[list[Any]], None] | None]:
+    """The tensors, of which others than contiguous ones are copied, and what writes the copies back, if there are any.
+
+    So ranks whose strides differ exchange elements of the same places.
+    """
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            break
+    else:
+        return tensors, None
+    for tensor in tensors:
+        _check_travels(tensor)  # the copy would not be one that negates
+    copies = [tensor.detach().contiguous() for tensor in tensors]
+
+    def write_back(_: list[Any]) -> None:
+        for tensor, copy in zip(tensors, copies, strict=True):
+            if not tensor.is_contiguous():
+                _write(tensor, copy)
+
+    return copies, write_back
 
 
 def _movable(tensor: torch.Tensor) -> torch.Tensor:
@@ -945,9 +1053,9 @@ def _check_travels(tensor: torch.Tensor) -> None:
         raise ValueError(f"{NAME}: a view that negates its tensor cannot travel; resolve_neg() gives one that can")
 
 
-def _shape_in_name(tensor: torch.Tensor) -> str:
+def _count_in_name(tensor: torch.Tensor) -> str:
     """But for bytes, as objects are, which do not make names without end."""
-    return "" if tensor.dtype == torch.uint8 else f", {list(tensor.shape)}"
+    return "" if tensor.dtype == torch.uint8 else f", [{tensor.numel()}]"
 
 
 def _end_to_end(tensors: Tensors) -> torch.Tensor | None:
@@ -992,11 +1100,6 @@ def _places(
     return [tensor.clone() if any(_overlap(tensor, flat) for flat in into) else tensor for tensor in sent], into
 
 
-def _with_numbers(rows: Any, numbers: Any) -> tuple[Any, Any]:
-    """Of an allgather or alltoall: what came, and how much of it from each rank; in a group lists of these."""
-    return rows, numbers
-
-
 def _spread(what: str, places: Sequence[Tensors], expected: list[list[int]], results: list[Any]) -> None:
     """Copies what came into the tensors that it is for."""
     rows, numbers = results[0]
@@ -1007,7 +1110,7 @@ def _spread(what: str, places: Sequence[Tensors], expected: list[list[int]], res
             raise MismatchError(f"{what}: the output expects rows {awaited} from the ranks; {list(came)} came")
         views = [_movable(part) for part in parts]
         for view, part in zip(views, torch.split(gathered, [view.numel() for view in views]), strict=True):
-            view.copy_(part.view(view.shape))
+            _write(view, part)
 
 
 def _check_numel(what: str, tensor: torch.Tensor, expected: int, whose: str) -> None:
@@ -1048,8 +1151,8 @@ def _register() -> None:
     with contextlib.suppress(RuntimeError):  # registered before, as by a reload
         dist.register_rendezvous_handler(NAME, _rendezvous)
     if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=list(DEVICES))
 
 
-_hide_from_compiler((ProcessGroup, Work, _Calls, _Completer, _Pair, _Later))
+_hide_from_compiler((ProcessGroup, Work, _calls.Kind, _calls.Calls, _Completer, _Pair, _Later))
 _register()
