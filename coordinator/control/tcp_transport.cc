@@ -6,15 +6,11 @@
 #include <utility>
 
 #include "coordinator/control/gather_text.h"
+#include "coordinator/control/graces.h"
 #include "coordinator/control/wire/bytes.h"
 
 namespace farandole {
 namespace {
-
-/// How much longer than the ranks below it a rank waits for their texts, so that what they have
-/// arrives when somebody is silent; and for the answer of rank 0.
-constexpr int64_t kGracePerLevelNs = 200 * kNsPerMs;
-constexpr int64_t kAnswerGraceNs = 1 * kNsPerSecond;
 
 // Levels of the tree of answers below a rank.
 int LevelsBelow(int rank, int size) {
@@ -27,8 +23,8 @@ int LevelsBelow(int rank, int size) {
 
 class TcpTransport final : public Transport {
  public:
-  TcpTransport(std::shared_ptr<StreamHub> hub, const Clock& clock)
-      : hub_(std::move(hub)), clock_(clock) {}
+  TcpTransport(std::shared_ptr<StreamHub> hub, const Clock& clock, Processes processes)
+      : hub_(std::move(hub)), clock_(clock), processes_(std::move(processes)) {}
 
   ~TcpTransport() override { hub_->Shutdown(); }
 
@@ -90,7 +86,8 @@ class TcpTransport final : public Transport {
 
   // What Poll hands out, and what Allgather waits for, may come while the other one looks.
   void Sort(std::optional<HubEvent> event) {
-    if (!event || event->connection != 0) return;
+    if (!event) return;
+    if (event->connection != 0) return AnswerLate(*hub_, *event, processes_);
     const bool is_loss = event->kind == HubEvent::Kind::kLost;
     if (is_loss) lost_.push_back(event->from);
     const bool is_message =
@@ -178,6 +175,7 @@ class TcpTransport final : public Transport {
 
   const std::shared_ptr<StreamHub> hub_;
   const Clock& clock_;
+  const Processes processes_;
   HubEvent current_;  // what Poll handed out
   std::deque<HubEvent> messages_;
   std::deque<HubEvent> gathers_;
@@ -187,8 +185,9 @@ class TcpTransport final : public Transport {
 
 }  // namespace
 
-std::unique_ptr<Transport> MakeTcpTransport(std::shared_ptr<StreamHub> hub, const Clock& clock) {
-  return std::make_unique<TcpTransport>(std::move(hub), clock);
+std::unique_ptr<Transport> MakeTcpTransport(std::shared_ptr<StreamHub> hub, const Clock& clock,
+                                            Processes processes) {
+  return std::make_unique<TcpTransport>(std::move(hub), clock, std::move(processes));
 }
 
 }  // namespace farandole

@@ -149,7 +149,11 @@ StreamHub::StreamHub(const HubOptions& options)
     : options_(options),
       received_(kReadBytes),
       peers_(static_cast<size_t>(options.size)),
-      host_(HostName()) {}
+      host_(HostName()),
+      on_stop_(options.stop, [this] {
+        const std::lock_guard lock(mutex_);
+        has_event_.notify_all();
+      }) {}
 
 StreamHub::~StreamHub() {
   Shutdown();
@@ -266,8 +270,9 @@ Status StreamHub::Listen(int socket) {
 
 void StreamHub::OpenToJoins(bool open, uint32_t epoch) {
   const std::lock_guard lock(mutex_);
-  options_.party.joining = open;
+  options_.party.joining = true;
   options_.party.epoch = epoch;
+  joins_are_open_ = open;
 }
 
 void StreamHub::AcceptFrom(int listener) {
@@ -453,6 +458,8 @@ void StreamHub::HandshakeDone(Connection& connection) {
   if (!connection.outgoing) {
     if (hello.role == StreamRole::kControl) {
       peers_[static_cast<size_t>(hello.from)].in = connection.id;
+    } else if (!joins_are_open_) {
+      connection.deadline_ns = options_.clock->NowNs() + kProofNs;
     }
     return;
   }
@@ -537,8 +544,9 @@ bool StreamHub::TakeFrames(Connection& connection) {
 // @return false if a frame of this type does not come on this stream.
 bool StreamHub::TakeFrame(Connection& connection, const StreamReader::Frame& frame) {
   const bool is_join = connection.hello().role == StreamRole::kJoin;
-  const bool is_of_join = frame.type == FrameType::kRegister ||
-                          frame.type == FrameType::kAccepted || frame.type == FrameType::kRejected;
+  const bool is_of_join =
+      (frame.type >= FrameType::kRegister && frame.type <= FrameType::kRejected) ||
+      (frame.type >= FrameType::kTimeUp && frame.type <= FrameType::kStarted);
   if (is_join != is_of_join) return false;
   if (!is_join && frame.type == FrameType::kGoodbye) {
     peers_[static_cast<size_t>(connection.peer)].left = true;
@@ -888,8 +896,16 @@ void StreamHub::PutBack(std::vector<HubEvent> events) {
 bool StreamHub::WaitForEvent(int64_t deadline_ns) {
   std::unique_lock lock(mutex_);
   const int64_t wait_ns = std::max<int64_t>(deadline_ns - options_.clock->NowNs(), 0);
-  return has_event_.wait_for(lock, std::chrono::nanoseconds(wait_ns),
-                             [this] { return !events_.empty(); });
+  return has_event_.wait_for(lock, std::chrono::nanoseconds(wait_ns), [this] {
+    return !events_.empty() || is_stopped();
+  }) && !is_stopped();
+}
+
+bool StreamHub::SleepUntil(int64_t deadline_ns) {
+  std::unique_lock lock(mutex_);
+  const int64_t wait_ns = std::max<int64_t>(deadline_ns - options_.clock->NowNs(), 0);
+  return !has_event_.wait_for(lock, std::chrono::nanoseconds(wait_ns),
+                              [this] { return is_stopped(); });
 }
 
 bool StreamHub::Drained() {

@@ -5,10 +5,12 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <stop_token>
 #include <string>
 #include <thread>
 #include <vector>
@@ -36,6 +38,7 @@ struct HubOptions {
   int64_t patience_ns = 0;
   /// Another network carries the work: a rank that cannot be connected is not lost but unwatched.
   bool only_watches = false;
+  std::stop_token stop = {};  ///< Ends the waits of a join that is given up; none: never.
   const Clock* clock = nullptr;
   Log* log = nullptr;            ///< May be nullptr.
   Doorbell* doorbell = nullptr;  ///< May be nullptr.
@@ -86,7 +89,8 @@ class StreamHub final : public DataStreams {
 
   /// Accepts on a socket that listens, which is taken over.
   Status Listen(int socket);
-  /// Rank 0: whether ranks may join, and the number of this start of the job.
+  /// Rank 0: whether ranks may join, and the number of this start of the job. Ranks that come after
+  /// that may register all the same, within 2 s, to be told so.
   void OpenToJoins(bool open, uint32_t epoch);
   /// Before Join: the key, where a store says it.
   void SetKey(const JobKey& key);
@@ -112,8 +116,12 @@ class StreamHub final : public DataStreams {
   std::optional<HubEvent> Next(std::vector<std::byte> reuse = {});
   /// Events that were taken too early are the next ones again.
   void PutBack(std::vector<HubEvent> events);
-  /// @return false if there is none when `deadline_ns` has come.
+  /// @return false if there is none when `deadline_ns` has come, or if stopped.
   bool WaitForEvent(int64_t deadline_ns);
+  /// Whatever comes. @return false, early, if stopped.
+  bool SleepUntil(int64_t deadline_ns);
+  /// HubOptions::stop has been requested.
+  bool is_stopped() const { return options_.stop.stop_requested(); }
   /// Whether the kernel has taken all frames sent.
   bool Drained();
   /// Says goodbye to all ranks with a stream to or from this one.
@@ -207,7 +215,9 @@ class StreamHub final : public DataStreams {
   int64_t paused_until_ns_ = 0;  // accepting, for want of descriptors or of room
   uint64_t next_id_ = 2;
   bool stops_ = false;
+  bool joins_are_open_ = false;
   std::thread thread_;
+  std::stop_callback<std::function<void()>> on_stop_;
 };
 
 }  // namespace farandole
