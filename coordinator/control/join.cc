@@ -154,10 +154,14 @@ class Registry {
     return table;
   }
 
-  Processes processes() const {
-    Processes processes;
+  /// Whom a rank that comes after the start finds in its place.
+  std::function<std::string(int rank)> Places() const {
+    std::vector<ProcessName> processes;
     for (const auto& [rank, known] : ranks_) processes.push_back(known.process);
-    return processes;
+    return [processes](int rank) {
+      return "rank 0, " + processes[0].ToString() + ", has started its job with " +
+             processes[static_cast<size_t>(rank)].ToString() + " as " + RankName(rank);
+    };
   }
 
  private:
@@ -435,8 +439,8 @@ Result<std::vector<TableEntry>> DecodeTable(ByteSpan bytes, int size) {
   return table;
 }
 
-Result<Processes> JoinAsRoot(StreamHub& hub, const std::vector<SocketAddress>& own,
-                             const JoinOptions& options) {
+Status JoinAsRoot(StreamHub& hub, const std::vector<SocketAddress>& own,
+                  const JoinOptions& options) {
   const int64_t deadline_ns = options.clock->NowNs() + options.timeout_ns;
   uint32_t epoch = 0;
   FillRandom(std::as_writable_bytes(std::span(&epoch, 1)));
@@ -455,7 +459,7 @@ Result<Processes> JoinAsRoot(StreamHub& hub, const std::vector<SocketAddress>& o
   SendToChildren(hub, table, TextBytes(text));
   registry.Dismiss(FrameType::kComplete);
   const std::string missing = Missing(table, hub.size());
-  if (missing.empty()) return registry.processes();
+  if (missing.empty()) return hub.AnswerLate(registry.Places()), Status();
   Flush(hub, *options.clock);
   const std::string refused = hub.Refused();
   const std::string since =
@@ -464,15 +468,6 @@ Result<Processes> JoinAsRoot(StreamHub& hub, const std::vector<SocketAddress>& o
                  Seconds(options.timeout_ns) + since +
                  (registry.conflict().empty() ? "" : "; " + registry.conflict()) +
                  (refused.empty() ? "" : "; refused meanwhile: " + refused));
-}
-
-void AnswerLate(StreamHub& hub, const HubEvent& event, const Processes& processes) {
-  const auto from = static_cast<size_t>(event.from);
-  const bool registers = event.kind == HubEvent::Kind::kFrame && event.type == FrameType::kRegister;
-  if (!registers || from >= processes.size()) return;
-  const std::string text = "rank 0, " + processes[0].ToString() + ", has started its job with " +
-                           processes[from].ToString() + " as " + RankName(event.from);
-  hub.SendOnJoin(event.connection, FrameType::kStarted, TextBytes(text), true);
 }
 
 Status JoinAsRank(

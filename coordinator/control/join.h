@@ -49,15 +49,11 @@ struct JoinOptions {
   bool is_public = false;
 };
 
-/// The processes that have joined, by rank.
-using Processes = std::vector<ProcessName>;
-
-/// Rank 0, which listens already. @return Timeout naming the ranks that did not come; all that came
-/// get it. Aborted if the hub was stopped: then they try again.
-Result<Processes> JoinAsRoot(StreamHub& hub, const std::vector<SocketAddress>& own,
-                             const JoinOptions& options);
-/// Says to who registers after that who has his place.
-void AnswerLate(StreamHub& hub, const HubEvent& event, const Processes& processes);
+/// Rank 0, which listens already. Who registers after the join is told who has his place.
+/// @return Timeout naming the ranks that did not come; all that came get it. Aborted if the hub was
+/// stopped: then they try again.
+Status JoinAsRoot(StreamHub& hub, const std::vector<SocketAddress>& own,
+                  const JoinOptions& options);
 
 /// All others.
 ///

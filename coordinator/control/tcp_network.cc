@@ -47,12 +47,11 @@ class TcpNetwork final : public Network {
     planes_ = 0;
     deadline_ns_ = options_.clock->NowNs() + options.timeout_ns;
     hub_.reset();
-    Processes processes;
     Result<std::shared_ptr<StreamHub>> hub =
-        options_.rank == 0 ? JoinFirst(options, processes) : JoinOther(options);
+        options_.rank == 0 ? JoinFirst(options) : JoinOther(options);
     if (!hub.ok()) return hub.status();
     hub_ = hub.value();
-    return MakeTcpTransport(hub.value(), *options_.clock, std::move(processes));
+    return MakeTcpTransport(hub.value(), *options_.clock);
   }
 
   Result<P2pLinkFactory> CreateLinks(const LinkOptions& options) override {
@@ -109,7 +108,7 @@ class TcpNetwork final : public Network {
 
   // --- Rank 0 ---
 
-  Result<std::shared_ptr<StreamHub>> JoinFirst(const LinkOptions& options, Processes& processes) {
+  Result<std::shared_ptr<StreamHub>> JoinFirst(const LinkOptions& options) {
     Result<std::shared_ptr<StreamHub>> hub = MakeHub(options);
     if (!hub.ok() || options_.size == 1) return hub;
     Result<Listening> listening = ListenFirst();
@@ -118,10 +117,8 @@ class TcpNetwork final : public Network {
     }
     FARANDOLE_RETURN_IF_ERROR(Take(*hub.value(), listening.value()));
     if (options_.store != nullptr) FARANDOLE_RETURN_IF_ERROR(Publish(listening.value().addresses));
-    Result<Processes> joined =
-        JoinAsRoot(*hub.value(), listening.value().addresses, HowToJoin(options));
-    if (!joined.ok()) return joined.status();
-    processes = std::move(joined.value());
+    FARANDOLE_RETURN_IF_ERROR(
+        JoinAsRoot(*hub.value(), listening.value().addresses, HowToJoin(options)));
     return hub;
   }
 

@@ -23,8 +23,8 @@ int LevelsBelow(int rank, int size) {
 
 class TcpTransport final : public Transport {
  public:
-  TcpTransport(std::shared_ptr<StreamHub> hub, const Clock& clock, Processes processes)
-      : hub_(std::move(hub)), clock_(clock), processes_(std::move(processes)) {}
+  TcpTransport(std::shared_ptr<StreamHub> hub, const Clock& clock)
+      : hub_(std::move(hub)), clock_(clock) {}
 
   ~TcpTransport() override { hub_->Shutdown(); }
 
@@ -86,8 +86,7 @@ class TcpTransport final : public Transport {
 
   // What Poll hands out, and what Allgather waits for, may come while the other one looks.
   void Sort(std::optional<HubEvent> event) {
-    if (!event) return;
-    if (event->connection != 0) return AnswerLate(*hub_, *event, processes_);
+    if (!event || event->connection != 0) return;
     const bool is_loss = event->kind == HubEvent::Kind::kLost;
     if (is_loss) lost_.push_back(event->from);
     const bool is_message =
@@ -175,7 +174,6 @@ class TcpTransport final : public Transport {
 
   const std::shared_ptr<StreamHub> hub_;
   const Clock& clock_;
-  const Processes processes_;
   HubEvent current_;  // what Poll handed out
   std::deque<HubEvent> messages_;
   std::deque<HubEvent> gathers_;
@@ -185,9 +183,8 @@ class TcpTransport final : public Transport {
 
 }  // namespace
 
-std::unique_ptr<Transport> MakeTcpTransport(std::shared_ptr<StreamHub> hub, const Clock& clock,
-                                            Processes processes) {
-  return std::make_unique<TcpTransport>(std::move(hub), clock, std::move(processes));
+std::unique_ptr<Transport> MakeTcpTransport(std::shared_ptr<StreamHub> hub, const Clock& clock) {
+  return std::make_unique<TcpTransport>(std::move(hub), clock);
 }
 
 }  // namespace farandole

@@ -3,7 +3,6 @@
 
 #include <memory>
 
-#include "coordinator/control/join.h"
 #include "core/clock.h"
 #include "core/net/stream_hub.h"
 #include "core/transport.h"
@@ -18,9 +17,6 @@ namespace farandole {
 /// exchanges more than 9 messages, and it takes 2 log8(size) hops.
 ///
 /// Thread safety: the holder of the engine lock only.
-///
-/// @param processes  At rank 0, by rank, for AnswerLate; elsewhere empty.
-std::unique_ptr<Transport> MakeTcpTransport(std::shared_ptr<StreamHub> hub, const Clock& clock,
-                                            Processes processes = {});
+std::unique_ptr<Transport> MakeTcpTransport(std::shared_ptr<StreamHub> hub, const Clock& clock);
 
 }  // namespace farandole

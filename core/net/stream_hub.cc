@@ -275,6 +275,11 @@ void StreamHub::OpenToJoins(bool open, uint32_t epoch) {
   joins_are_open_ = open;
 }
 
+void StreamHub::AnswerLate(std::function<std::string(int rank)> answer) {
+  const std::lock_guard lock(mutex_);
+  late_answer_ = std::move(answer);
+}
+
 void StreamHub::AcceptFrom(int listener) {
   for (size_t count = 0; count < kMaxPending; ++count) {
     if (!MakeRoom()) return PauseAccepting(true);
@@ -535,6 +540,13 @@ bool StreamHub::TakeFrames(Connection& connection) {
     Result<std::optional<StreamReader::Frame>> frame = connection.reader->Next();
     if (!frame.ok()) return Break(id, frame.status().message(), true), false;
     if (!frame.value()) return true;
+    const bool is_late = connection.hello().role == StreamRole::kJoin &&
+                         frame.value()->type == FrameType::kRegister && !joins_are_open_;
+    if (is_late && late_answer_) {
+      Append(connection, FrameType::kStarted, TextBytes(late_answer_(connection.peer)));
+      connection.ends_when_sent = true;
+      return Flush(connection);
+    }
     if (!TakeFrame(connection, *frame.value())) {
       return Break(id, "a frame that does not belong there", true), false;
     }

@@ -89,9 +89,10 @@ class StreamHub final : public DataStreams {
 
   /// Accepts on a socket that listens, which is taken over.
   Status Listen(int socket);
-  /// Rank 0: whether ranks may join, and the number of this start of the job. Ranks that come after
-  /// that may register all the same, within 2 s, to be told so.
+  /// Rank 0: whether ranks may join, and the number of this start of the job.
   void OpenToJoins(bool open, uint32_t epoch);
+  /// What a rank is told that registers, within 2 s, when they may not any more.
+  void AnswerLate(std::function<std::string(int rank)> answer);
   /// Before Join: the key, where a store says it.
   void SetKey(const JobKey& key);
   /// Tries these addresses of rank 0, once each. kJoined or kLost follows; with kJoined the hub has
@@ -216,6 +217,7 @@ class StreamHub final : public DataStreams {
   uint64_t next_id_ = 2;
   bool stops_ = false;
   bool joins_are_open_ = false;
+  std::function<std::string(int rank)> late_answer_;
   std::thread thread_;
   std::stop_callback<std::function<void()>> on_stop_;
 };
