@@ -1,16 +1,20 @@
 #include "bindings/c/bootstrap.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <climits>
 #include <condition_variable>
 #include <cstdio>
+#include <deque>
 #include <functional>
 #include <mutex>
 #include <optional>
 #include <utility>
 
 #include "bindings/c/process.h"
+#include "coordinator/control/graces.h"
 #include "coordinator/control/host_transport.h"
 #include "coordinator/control/in_process.h"
 #include "coordinator/control/tcp_network.h"
@@ -44,17 +48,30 @@ class InProcessJob {
 
 namespace {
 
-// Calls that poll the network notice the init timeout themselves, and their errors name who is
-// missing.
-constexpr int64_t kInitGraceNs = kNsPerSecond;
+// For a join that was given up to end; what takes longer is a call of the system that stands still.
+constexpr int64_t kCancelNs = kNsPerSecond;
 // How long one call of a user's store waits for a key: in between, Joined looks at the time.
 constexpr int64_t kStoreSliceNs = 20 * kNsPerMs;
 
 // MPI was started once and not all ranks came: other ranks count on calls that this process began.
-std::atomic<bool> init_timed_out{false};
-// How many jobs this process has begun to join through a store, alike on all ranks: keys of a store
-// are written once.
-std::atomic<int> jobs_of_stores{0};
+std::atomic<bool> mpi_timed_out{false};
+
+/// A join over MPI that its caller has abandoned.
+struct AbandonedJoin {
+  std::mutex mutex;
+  std::shared_ptr<Bootstrap> join;
+  pid_t process = 0;  // a forked child has no thread that joins
+};
+
+// Never destroyed: the thread may still join at exit.
+AbandonedJoin& Abandoned() {
+  static auto* const abandoned = new AbandonedJoin();
+  return *abandoned;
+}
+
+std::string PlaceOf(const Launcher& launcher) {
+  return "rank " + std::to_string(launcher.rank) + " of " + std::to_string(launcher.size);
+}
 
 std::string InSeconds(double seconds) {
   char text[32];
@@ -80,24 +97,51 @@ Hello MyHello(const Config& config, const DataPlane& flat) {
   return mine;
 }
 
-/// Gives every job of this process keys of its own.
-class PrefixedStore final : public Store {
+}  // namespace
+
+// Hides the values by which this process has joined jobs before: rank 0 writes another one with
+// each start, so what has not changed is that of the job before. Thread safety: the joiner.
+class Bootstrap::RenewedStore final : public Store {
  public:
-  PrefixedStore(std::shared_ptr<Store> store, int job)
-      : store_(std::move(store)), prefix_("farandole." + std::to_string(job) + ".") {}
+  explicit RenewedStore(std::shared_ptr<Store> store) : store_(std::move(store)) {}
+
   Status Set(const std::string& key, const std::string& value) override {
-    return store_->Set(prefix_ + key, value);
+    last_ = value;
+    return store_->Set(key, value);
   }
   Result<std::string> Get(const std::string& key, int64_t timeout_ns) override {
-    return store_->Get(prefix_ + key, timeout_ns);
+    Result<std::string> value = store_->Get(key, timeout_ns);
+    if (!value.ok()) return value;
+    last_ = value.value();
+    if (!IsUsed(last_)) return value;
+    std::this_thread::sleep_for(std::chrono::nanoseconds(std::min(timeout_ns, kStoreSliceNs)));
+    return Timeout("rank 0 has not renewed \"" + key + "\" in the store since the job before");
+  }
+  // The job of the last value has been joined.
+  void NoteUsed() const {
+    const std::lock_guard lock(Used().mutex);
+    Used().values.push_back(last_);
+    if (Used().values.size() > kMostUsed) Used().values.pop_front();
   }
 
  private:
-  const std::shared_ptr<Store> store_;
-  const std::string prefix_;
-};
+  static constexpr size_t kMostUsed = 64;
+  struct OfProcess {
+    std::mutex mutex;
+    std::deque<std::string> values;
+  };
+  static OfProcess& Used() {
+    static auto* const used = new OfProcess();  // a thread that is left behind may look at exit
+    return *used;
+  }
+  static bool IsUsed(const std::string& value) {
+    const std::lock_guard lock(Used().mutex);
+    return std::ranges::find(Used().values, value) != Used().values.end();
+  }
 
-}  // namespace
+  const std::shared_ptr<Store> store_;
+  std::string last_;
+};
 
 // Has the calls of the joiner made by the thread that waits in Joined, which is the user's: his
 // store may be Python's, which no thread must call that outlives the interpreter.
@@ -105,11 +149,11 @@ class PrefixedStore final : public Store {
 // Thread safety: Serve and Close from the waiting thread, the rest from the joiner.
 class Bootstrap::RelayedStore final : public Store {
  public:
-  RelayedStore(std::shared_ptr<Store> store, std::function<void()> ask)
-      : store_(std::move(store)), ask_(std::move(ask)) {}
+  RelayedStore(std::shared_ptr<Store> store, int64_t deadline_ns, std::function<void()> ask)
+      : store_(std::move(store)), deadline_ns_(deadline_ns), ask_(std::move(ask)) {}
 
   Status Set(const std::string& key, const std::string& value) override {
-    return Ask({key, value}, kLongestNs).status();
+    return Ask({key, value}, deadline_ns_ - SteadyClock().NowNs()).status();
   }
   Result<std::string> Get(const std::string& key, int64_t timeout_ns) override {
     return Ask({key, std::nullopt}, timeout_ns);
@@ -145,8 +189,6 @@ class Bootstrap::RelayedStore final : public Store {
     std::string key;
     std::optional<std::string> value;  // nullopt: of a Get
   };
-  static constexpr int64_t kLongestNs = 3600 * kNsPerSecond;
-
   Result<std::string> Call(const Request& request) {
     if (!request.value) return store_->Get(request.key, kStoreSliceNs);
     const Status status = store_->Set(request.key, *request.value);
@@ -160,15 +202,18 @@ class Bootstrap::RelayedStore final : public Store {
     ++number_;
     answer_.reset();
     ask_();
-    const auto limit = std::chrono::nanoseconds(std::clamp<int64_t>(timeout_ns, 0, kLongestNs));
+    const bool is_set = request_->value.has_value();
+    const auto limit = std::chrono::nanoseconds(std::max<int64_t>(timeout_ns, 0));
     changed_.wait_for(lock, limit, [this] { return answer_.has_value() || is_closed_; });
     request_.reset();
     if (answer_) return *std::exchange(answer_, std::nullopt);
     if (is_closed_) return Aborted("init was given up");
-    return Timeout("init: nobody has set \"" + key + "\" in the store in time");
+    return Timeout(std::string("init: the store has not ") + (is_set ? "taken" : "given") + " \"" +
+                   key + "\" in time");
   }
 
   const std::shared_ptr<Store> store_;
+  const int64_t deadline_ns_;
   const std::function<void()> ask_;
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -237,40 +282,51 @@ Bootstrap::Bootstrap(const Config& config, const Launcher& launcher, std::string
   connections_->job_name = launcher.job;
 }
 
-Bootstrap::~Bootstrap() {
-  if (joiner_.joinable()) joiner_.join();
-}
-
-Result<std::unique_ptr<Bootstrap>> Bootstrap::Begin(const Environment& environment,
+Result<std::shared_ptr<Bootstrap>> Bootstrap::Begin(const Environment& environment,
                                                     const Config& config,
                                                     const Launcher& launcher) {
   Result<std::string> network = ChooseNetwork(launcher, config.network);
   if (!network.ok()) return network.status();
-  if (init_timed_out.load()) {
-    return Unavailable(
-        "an earlier init() of this process timed out, and it cannot join the job any more; end it "
-        "and start the job again");
+  if (network.value() == "mpi") {
+    if (mpi_timed_out.load()) {
+      return Unavailable(
+          "an earlier init() of this process over MPI timed out, and it cannot join the job any "
+          "more; end it and start the job again");
+    }
+    const std::lock_guard lock(Abandoned().mutex);
+    if (Abandoned().join != nullptr && Abandoned().process == getpid()) {
+      Bootstrap& join = *Abandoned().join;
+      if (join.launcher_.identity != launcher.identity) {
+        return Unavailable("an init() of this process over MPI was interrupted, as " +
+                           PlaceOf(join.launcher_) +
+                           ", and goes on: MPI can be initialized once, " +
+                           "so it cannot join as " + PlaceOf(launcher));
+      }
+      join.deadline_ns_.store(DeadlineNs(config));
+      return std::exchange(Abandoned().join, nullptr);
+    }
   }
   // A process that joined before has set kRankProcess itself and may join again.
   if (!IsRankProcess()) FARANDOLE_RETURN_IF_ERROR(RefuseDescendant(environment, launcher));
-  std::unique_ptr<Bootstrap> made(new Bootstrap(config, launcher, std::move(network).value()));
+  std::shared_ptr<Bootstrap> made(new Bootstrap(config, launcher, std::move(network).value()));
   made->BeginJoining();
   return made;
 }
 
 // MPI_Init_thread may wait until every rank has called it; it takes no deadline and no signal ends
 // it. So a thread of its own joins the job, and is left behind when the time is up:
-// docs/decisions.md.
+// docs/decisions.md. It shares this object.
 void Bootstrap::BeginJoining() {
   const auto ring = [this] {
     news_.fetch_add(1);
     FutexWake(news_, INT_MAX);
   };
-  if (launcher_.store != nullptr) store_ = std::make_shared<RelayedStore>(launcher_.store, ring);
-  // Before the thread exists, since the process may end while it starts. What the thread uses is
-  // this object, which is leaked if the thread is left behind.
+  if (launcher_.store != nullptr) {
+    store_ = std::make_shared<RelayedStore>(launcher_.store, deadline_ns_, ring);
+  }
+  // Before the thread exists, since the process may end while it starts.
   UnwaitedThreadBegins();
-  joiner_ = std::thread([this, ring] {
+  const auto join = [this, ring, self = shared_from_this()] {
     const bool is_mpi = network_ == "mpi";
     if (is_mpi) MpiContextStarted();
     try {
@@ -280,14 +336,21 @@ void Bootstrap::BeginJoining() {
     }
     // Nothing collective was begun that other ranks could wait in: MPI may be finalised at exit.
     if (is_mpi && !connections_->uses_mpi) MpiContextEnded();
+    if (stop_.stop_requested()) connections_.reset();
     UnwaitedThreadEnds();
     is_done_.store(true);
     ring();
-  });
+  };
+  try {
+    joiner_ = std::thread(join);
+  } catch (...) {
+    UnwaitedThreadEnds();
+    throw;
+  }
 }
 
 int64_t Bootstrap::TimeLeftNs() const {
-  return std::max<int64_t>(deadline_ns_ - SteadyClock().NowNs(), 0);
+  return std::max<int64_t>(deadline_ns_.load() - SteadyClock().NowNs(), 0);
 }
 
 // Wakes now and then, because the deadline depends on where the joiner is. In MPI_Init_thread
@@ -300,31 +363,58 @@ Result<std::unique_ptr<Connections>> Bootstrap::Joined(int64_t timeout_ns) {
     if (store_ != nullptr) store_->Serve();
     if (is_done_.load()) break;
     const int64_t now_ns = SteadyClock().NowNs();
-    if (now_ns >= deadline_ns_ + (in_mpi_init_.load() ? 0 : kInitGraceNs)) return GiveUp();
+    const int64_t grace_ns = in_mpi_init_.load() ? 0 : kInitGraceNs;
+    if (now_ns >= deadline_ns_.load() + grace_ns) return GiveUp();
     if (now_ns >= until_ns) return std::unique_ptr<Connections>();
     const bool is_asked = store_ != nullptr && store_->has_request();
     const int64_t nap_ns = is_asked ? kNsPerMs : 100 * kNsPerMs;
     FutexWait(news_, seen, std::min(until_ns - now_ns, nap_ns));
   }
   joiner_.join();
-  if (connections_->uses_mpi && status_.code() == Code::kTimeout) init_timed_out.store(true);
+  if (connections_->uses_mpi && status_.code() == Code::kTimeout) mpi_timed_out.store(true);
   FARANDOLE_RETURN_IF_ERROR(status_);
   return std::move(connections_);
 }
 
+// A thread inside MPI may return into this object at any time: it is leaked.
 Status Bootstrap::GiveUp() {
-  given_up_ = true;
-  init_timed_out.store(true);
-  if (store_ != nullptr) store_->Close();
   const std::string late =
       " did not return within " + InSeconds(config_.init_timeout_s) + " (FARANDOLE_INIT_TIMEOUT_S)";
   const std::string way_out = "; this process cannot join any more and should end";
-  if (network_ == "tcp") return Timeout("init: a call of the TCP network" + late + way_out);
+  if (network_ == "tcp") {
+    Cancel();
+    return Timeout("init: a call of the system, for rank 0's address or the job's key," + late);
+  }
+  mpi_timed_out.store(true);
   MpiContextFailed();
+  joiner_.detach();
+  (void)new std::shared_ptr<Bootstrap>(shared_from_this());
   if (!in_mpi_init_.load()) return Timeout("init: a call of MPI" + late + way_out);
   return Timeout("init: MPI_Init_thread" + late + ": it waits until all " +
                  std::to_string(launcher_.size) +
                  " ranks call init(), and some rank has not, or has died" + way_out);
+}
+
+// A thread that is left behind ends when its call returns, and takes what it has opened with it.
+void Bootstrap::Cancel() {
+  stop_.request_stop();
+  if (store_ != nullptr) store_->Close();
+  const int64_t until_ns = SteadyClock().NowNs() + kCancelNs;
+  for (;;) {
+    const uint32_t seen = news_.load();
+    const int64_t left_ns = until_ns - SteadyClock().NowNs();
+    if (is_done_.load()) return joiner_.join();
+    if (left_ns <= 0) return joiner_.detach();
+    FutexWait(news_, seen, left_ns);
+  }
+}
+
+void Bootstrap::Abandon() {
+  if (!joiner_.joinable()) return;
+  if (network_ == "tcp") return Cancel();
+  const std::lock_guard lock(Abandoned().mutex);
+  Abandoned().join = shared_from_this();
+  Abandoned().process = getpid();
 }
 
 Status Bootstrap::Join() {
@@ -359,7 +449,7 @@ Result<Network*> Bootstrap::StartMpi() {
 }
 
 Result<Network*> Bootstrap::StartTcp() {
-  Result<std::string> key = KeyOfProcess(launcher_);
+  Result<std::string> key = KeyOfProcess(launcher_, deadline_ns_, stop_.get_token());
   if (!key.ok()) return key.status();
   Result<int> socket = ListenerOfProcess(launcher_);
   if (!socket.ok()) return socket.status();
@@ -370,9 +460,9 @@ Result<Network*> Bootstrap::StartTcp() {
     store = std::move(folder).value();
   }
   TcpNetworkOptions options;
-  if (store != nullptr) {
-    options.store = std::make_shared<PrefixedStore>(std::move(store), jobs_of_stores.fetch_add(1));
-  }
+  if (store != nullptr) renewed_ = std::make_shared<RenewedStore>(std::move(store));
+  options.store = renewed_;
+  options.stop = stop_.get_token();
   options.rank = launcher_.rank;
   options.size = launcher_.size;
   options.address = launcher_.address;
@@ -398,6 +488,7 @@ Status Bootstrap::Connect(Network& network) {
   if (!transport.ok()) return transport.status();
   made.transport = std::move(transport).value();
   made.hub = network.hub();
+  if (renewed_ != nullptr) renewed_->NoteUsed();
   NoteRankProcess(launcher_);
   for (std::unique_ptr<DataPlane>* plane : {&made.flat, &made.host_plane}) {
     FARANDOLE_RETURN_IF_ERROR(CreatePlane(network, *plane));

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <stop_token>
 #include <string>
 #include <thread>
 #include <vector>
@@ -60,25 +61,25 @@ std::shared_ptr<InProcessJob> JobInProcess(int size);
 Result<std::unique_ptr<Connections>> ConnectInProcess(std::shared_ptr<InProcessJob> job, int rank,
                                                       const Config& config);
 
-/// Thread safety: one thread at a time. Lifetime: once given_up(), for ever.
-class Bootstrap {
+/// Thread safety: one thread at a time. Lifetime: the thread that joins shares it.
+class Bootstrap : public std::enable_shared_from_this<Bootstrap> {
  public:
-  /// Begins to join. @param launcher  Announces several ranks.
-  /// @return Unavailable if an earlier one timed out; Unimplemented for a descendant of a rank;
-  /// InvalidArgument as ChooseNetwork.
-  static Result<std::unique_ptr<Bootstrap>> Begin(const Environment& environment,
+  /// Begins to join, or goes on with a join over MPI that was abandoned. @param launcher  Announces
+  /// several ranks.
+  /// @return Unavailable if an earlier join over MPI timed out, or goes on with other arguments;
+  /// Unimplemented for a descendant of a rank; InvalidArgument as ChooseNetwork.
+  static Result<std::shared_ptr<Bootstrap>> Begin(const Environment& environment,
                                                   const Config& config, const Launcher& launcher);
-  ~Bootstrap();
   /// Waits up to `timeout_ns` (< 0: no limit) until all ranks have joined, and calls the user's
   /// store meanwhile. @return nullptr: not yet; Timeout once the init timeout has passed.
   Result<std::unique_ptr<Connections>> Joined(int64_t timeout_ns);
-  /// The thread that joins stays where it is. @return Timeout saying where.
-  Status GiveUp();
-  bool is_joining() const { return joiner_.joinable() && !given_up_; }
-  bool given_up() const { return given_up_; }
+  /// Nobody calls Joined any more. Over TCP the join ends, and with it all that it has opened. MPI
+  /// can be initialized once: over MPI it goes on, for the next Begin.
+  void Abandon();
 
  private:
   class RelayedStore;
+  class RenewedStore;
 
   Bootstrap(const Config& config, const Launcher& launcher, std::string network);
   void BeginJoining();
@@ -92,19 +93,22 @@ class Bootstrap {
   Status AddCrossPlanes(Network& network);
   LinkOptions Links();
   int64_t TimeLeftNs() const;
+  Status GiveUp();
+  void Cancel();
 
   const Config config_;
   const Launcher launcher_;
   const std::string network_;  // "mpi" or "tcp"
-  const int64_t deadline_ns_;
+  std::atomic<int64_t> deadline_ns_;
   std::unique_ptr<Connections> connections_;
-  std::shared_ptr<RelayedStore> store_;  // the user's; nullptr: none
+  std::shared_ptr<RelayedStore> store_;    // the user's; nullptr: none
+  std::shared_ptr<RenewedStore> renewed_;  // likewise, or a folder
+  std::stop_source stop_;                  // of a join over TCP
   std::thread joiner_;
   std::atomic<bool> in_mpi_init_{false};
   std::atomic<bool> is_done_{false};  // the joiner touches nothing here any more
   std::atomic<uint32_t> news_{0};     // grows when is_done_ or store_ has changed
   Status status_;                     // of the joiner
-  bool given_up_ = false;
 };
 
 }  // namespace farandole

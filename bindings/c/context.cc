@@ -126,6 +126,7 @@ constexpr int64_t kLastCallsNs = kNsPerSecond;
 
 Context::~Context() {
   if (engine_ != nullptr) Close();
+  if (bootstrap_ != nullptr) bootstrap_->Abandon();
 }
 
 Result<bool> Context::Joined(int64_t timeout_ns) {
@@ -273,7 +274,7 @@ Result<std::unique_ptr<Context>> Context::Begin(const InitOptions& init) {
     FARANDOLE_RETURN_IF_ERROR(context->JoinInProcess(JobInProcess(1), 0));
     return context;
   }
-  Result<std::unique_ptr<Bootstrap>> begun =
+  Result<std::shared_ptr<Bootstrap>> begun =
       Bootstrap::Begin(environment, context->config_, launcher.value());
   if (!begun.ok()) return begun.status();
   context->bootstrap_ = std::move(begun).value();
@@ -315,8 +316,7 @@ bool Context::LeaveAndStop(int64_t timeout_ns, Lifecycle::Parting parting) {
   std::lock_guard lock(shutdown_);
   if (down_) return true;
   if (engine_ == nullptr) {
-    // There is no engine that could leave. A thread that still joins cannot be stopped, only left.
-    if (bootstrap_->is_joining()) (void)bootstrap_->GiveUp();  // no caller can receive the error
+    if (bootstrap_ != nullptr) bootstrap_->Abandon();  // there is no engine that could leave
     return down_ = true;
   }
   leaving_ = engine_->Leave(OfThisProcess(std::move(parting)));

@@ -63,7 +63,7 @@ class Context {
   bool IsInCallback() const { return engine_ != nullptr && engine_->IsInCallback(); }
   /// A thread that is stuck inside a library was left behind. It may return at any later time and
   /// uses this context then: do not destroy it.
-  bool given_up() const { return given_up_ || (bootstrap_ != nullptr && bootstrap_->given_up()); }
+  bool given_up() const { return given_up_; }
 
  private:
   Context() = default;
@@ -79,7 +79,7 @@ class Context {
   Config config_;
   int compute_threads_ = 1;               // of the program, as far as it is known
   bool in_order_ = false;                 // see NegotiationOptions
-  std::unique_ptr<Bootstrap> bootstrap_;  // until the rank has joined
+  std::shared_ptr<Bootstrap> bootstrap_;  // until the rank has joined
   std::unique_ptr<Connections> joined_;   // from then on
   std::unique_ptr<Timeline> timeline_;
   std::unique_ptr<FlightRecorder> recorder_;  // nullptr: there is no memory for it

@@ -37,7 +37,6 @@ class CallersStore final : public farandole::Store {
     const double timeout_s =
         static_cast<double>(timeout_ns) / static_cast<double>(farandole::kNsPerSecond);
     const int code = store_.wait(store_.user, key.c_str(), timeout_s);
-    if (code == FARANDOLE_PENDING) return farandole::Timeout("\"" + key + "\" is not there yet");
     FARANDOLE_RETURN_IF_ERROR(Check(code, "wait", key));
     std::string value(kLongestValue, '\0');
     size_t size = 0;
@@ -50,8 +49,10 @@ class CallersStore final : public farandole::Store {
   }
 
  private:
+  // PENDING: it is asked again.
   static Status Check(int code, const char* function, const std::string& key) {
     if (code == FARANDOLE_OK) return {};
+    if (code == FARANDOLE_PENDING) return farandole::Timeout("\"" + key + "\" is not there yet");
     return farandole::Unavailable(std::string("init: ") + function + "(\"" + key +
                                   "\") of the store failed with code " + std::to_string(code));
   }
@@ -104,7 +105,6 @@ int farandole_init_for(const farandole_init_options* options, double timeout_s,
   // The handle is the state of the call: it stays in *context while the answer is PENDING.
   Result<bool> joined = (*context)->context->Joined(farandole::TimeoutNs(timeout_s));
   if (joined.ok()) return joined.value() ? FARANDOLE_OK : FARANDOLE_PENDING;
-  // After a timeout the joiner may still use the context. Release leaks it then.
   farandole_release(std::exchange(*context, nullptr));
   return Report(joined.status());
 } catch (...) {

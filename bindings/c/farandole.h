@@ -164,12 +164,13 @@ FARANDOLE_API int farandole_last_failure(farandole_failure* out);
 /* ---- Life cycle ---- */
 
 /** A key-value store that all ranks reach, through which they exchange a few short values before
- * they are connected. Keys consist of letters, digits, dots, dashes and underscores and are written
- * once; values are bytes. Only threads inside farandole_init or farandole_init_for call the
+ * they are connected. Keys consist of letters, digits, dots, dashes and underscores; values are
+ * bytes. Rank 0 sets a key again for its next job, and get then gives the last value: one store
+ * serves one job after the other. Only threads inside farandole_init or farandole_init_for call the
  * functions, one at a time. They return a farandole_code. */
 typedef struct farandole_store {
   void* user; /**< given to the functions; used until init has ended or was given up */
-  /** Stores a value. */
+  /** Stores a value. PENDING, here and in get: not within a short time; it is called again. */
   int (*set)(void* user, const char* key, const void* value, size_t size);
   /** Waits up to `timeout_s`, which is short, for `key`. OK: it is there; PENDING: not yet. */
   int (*wait)(void* user, const char* key, double timeout_s);
@@ -207,14 +208,17 @@ typedef struct farandole_init_options {
  * process may be in any number of such jobs. Errors: INVALID_ARGUMENT for an invalid setting or
  * option, for contradictions, and if the address of rank 0 is unknown; UNAVAILABLE if the MPI
  * plug-in cannot be loaded or sees another number of ranks, if rank 0 cannot be reached, or if an
- * earlier call timed out; MISMATCH if ranks have different settings or versions; TIMEOUT if some
- * rank did not join within FARANDOLE_INIT_TIMEOUT_S: the process can then exit, and should. A
- * thread of the library initializes MPI. */
+ * earlier call timed out over MPI; MISMATCH if ranks have different settings or versions; TIMEOUT
+ * if some rank did not join within FARANDOLE_INIT_TIMEOUT_S, which calls notice up to 4 s later:
+ * over MPI the process can then exit, and should, over TCP it can join again. A thread of the
+ * library joins. */
 FARANDOLE_API int farandole_init(const farandole_init_options* options, farandole_context** out);
 /** farandole_init in slices: with *context NULL it begins to join, and waits up to `timeout_s` (<
  * 0: no limit). PENDING: pass *context to this function again to continue, or to farandole_release
  * to give up, and to no other function; `options` is not read again, but the store's functions are
- * still called. On an error *context is NULL. */
+ * still called. On an error *context is NULL. After the release the process can join again: over
+ * TCP nothing of the join remains; MPI can be initialized once, so over MPI it goes on, and
+ * farandole_init with the same arguments goes on with it. */
 FARANDOLE_API int farandole_init_for(const farandole_init_options* options, double timeout_s,
                                      farandole_context** context);
 /** `size` ranks inside this process, one context per rank, for tests and tools; each may be used by

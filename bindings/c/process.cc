@@ -2,9 +2,11 @@
 
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <poll.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstdio>
@@ -97,8 +99,17 @@ std::string ChooseLibrary(const Config& config, const Launcher& launcher) {
 
 constexpr size_t kKeyBytes = 32;
 
-/// A file that others may read protects nothing.
-Result<std::string> ReadKey(int file, bool is_private) {
+/// Whether it can be read, within 50 ms at most.
+bool IsReadable(int file, int64_t deadline_ns) {
+  const int64_t left_ms = (deadline_ns - SteadyClock().NowNs()) / kNsPerMs;
+  pollfd ready{file, POLLIN, 0};
+  return poll(&ready, 1, static_cast<int>(std::clamp<int64_t>(left_ms, 0, 50))) > 0;
+}
+
+/// A file that others may read protects nothing. A pipe may stay open behind the key, and nothing
+/// come from it at all.
+Result<std::string> ReadKey(int file, bool is_private, int64_t deadline_ns,
+                            const std::stop_token& stop) {
   struct stat status {};
   if (fstat(file, &status) != 0) return InvalidArgument(std::strerror(errno));
   if (is_private && (status.st_mode & (S_IRWXG | S_IRWXO)) != 0) {
@@ -107,6 +118,13 @@ Result<std::string> ReadKey(int file, bool is_private) {
   std::string key(kKeyBytes + 1, '\0');  // one more, to see whether there is more
   size_t size = 0;
   while (size < key.size()) {
+    if (!IsReadable(file, size == kKeyBytes ? 0 : deadline_ns)) {
+      if (size == kKeyBytes) break;
+      if (stop.stop_requested()) return Aborted("init was given up");
+      if (SteadyClock().NowNs() < deadline_ns) continue;
+      return Timeout("only " + std::to_string(size) +
+                     " of 32 bytes have come within the init timeout, and it is not closed");
+    }
     const ssize_t count = read(file, key.data() + size, key.size() - size);
     if (count < 0 && errno == EINTR) continue;
     if (count < 0) return InvalidArgument(std::strerror(errno));
@@ -157,7 +175,8 @@ void NoteRankProcess(const Launcher& launcher) {
 
 bool IsRankProcess() { return rank_process.load() == getpid(); }
 
-Result<std::string> KeyOfProcess(const Launcher& launcher) {
+Result<std::string> KeyOfProcess(const Launcher& launcher, int64_t deadline_ns,
+                                 const std::stop_token& stop) {
   static std::mutex mutex;
   static std::string key;
   const std::lock_guard lock(mutex);
@@ -166,12 +185,13 @@ Result<std::string> KeyOfProcess(const Launcher& launcher) {
   const std::string name =
       is_descriptor ? std::string(kKeyDescriptor) + "=" + std::to_string(launcher.key_descriptor)
                     : "FARANDOLE_KEY_FILE=" + launcher.key_file;
-  const int file = is_descriptor ? launcher.key_descriptor
-                                 : open(launcher.key_file.c_str(), O_RDONLY | O_CLOEXEC);
+  const int file = is_descriptor
+                       ? launcher.key_descriptor
+                       : open(launcher.key_file.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (file < 0) return InvalidArgument(name + ": " + std::strerror(errno));
-  Result<std::string> read = ReadKey(file, !is_descriptor);
+  Result<std::string> read = ReadKey(file, !is_descriptor, deadline_ns, stop);
   close(file);
-  if (!read.ok()) return InvalidArgument(name + ": " + read.status().message());
+  if (!read.ok()) return Status(read.status().code(), name + ": " + read.status().message());
   key = std::move(read).value();
   unsetenv(kKeyDescriptor);
   return key;
@@ -179,14 +199,24 @@ Result<std::string> KeyOfProcess(const Launcher& launcher) {
 
 // The socket is not for programs that the rank starts: the port would be taken as long as they run.
 Result<int> ListenerOfProcess(const Launcher& launcher) {
-  const int socket = launcher.listen_descriptor;
-  if (socket < 0) return -1;
-  if (fcntl(socket, F_SETFD, FD_CLOEXEC) != 0) {
-    return InvalidArgument(std::string(kListenDescriptor) + "=" + std::to_string(socket) + ": " +
-                           std::strerror(errno));
+  static std::mutex mutex;
+  static int kept = -1;
+  static std::string kept_address;  // where it listens
+  const std::lock_guard lock(mutex);
+  if (const int socket = launcher.listen_descriptor; socket >= 0) {
+    if (fcntl(socket, F_SETFD, FD_CLOEXEC) != 0) {
+      return InvalidArgument(std::string(kListenDescriptor) + "=" + std::to_string(socket) + ": " +
+                             std::strerror(errno));
+    }
+    unsetenv(kListenDescriptor);
+    kept = socket;
+    kept_address = launcher.address;
   }
-  unsetenv(kListenDescriptor);
-  return socket;
+  if (kept < 0 || launcher.rank != 0 || launcher.address != kept_address) return -1;
+  const int copy = fcntl(kept, F_DUPFD_CLOEXEC, 0);
+  if (copy >= 0) return copy;
+  return ResourceExhausted("the listening socket " + std::to_string(kept) +
+                           " cannot be copied: " + std::strerror(errno));
 }
 
 void MpiContextStarted() { open_contexts.fetch_add(1); }

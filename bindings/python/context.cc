@@ -23,12 +23,11 @@ namespace farandole::python {
 namespace py = pybind11;
 namespace {
 
-// Both guarded by the GIL.
-int current_generation = 0;            // Counts forks.
-farandole_context* joining = nullptr;  // Of an Init that goes on, or was interrupted.
+// Guarded by the GIL.
+int current_generation = 0;  // Counts forks.
 
 /// A store of Python's for the library, which calls it on the thread that is inside Init. What its
-/// functions raise ends Init.
+/// functions raise ends Init. They give None, or False, if they take longer: they are asked again.
 class PythonStore {
  public:
   explicit PythonStore(py::object calls) : calls_(std::move(calls)) {}
@@ -61,8 +60,9 @@ class PythonStore {
   }
   static int Set(void* user, const char* key, const void* value, size_t size) {
     return Guard(user, [&](const py::object& calls) {
-      calls.attr("set")(key, py::bytes(static_cast<const char*>(value), size));
-      return FARANDOLE_OK;
+      const py::object done =
+          calls.attr("set")(key, py::bytes(static_cast<const char*>(value), size));
+      return done.cast<bool>() ? FARANDOLE_OK : FARANDOLE_PENDING;
     });
   }
   static int Wait(void* user, const char* key, double timeout_s) {
@@ -72,7 +72,9 @@ class PythonStore {
   }
   static int Get(void* user, const char* key, void* value, size_t capacity, size_t* size) {
     return Guard(user, [&](const py::object& calls) {
-      const auto bytes = calls.attr("get")(key).cast<std::string>();
+      const py::object got = calls.attr("get")(key);
+      if (got.is_none()) return FARANDOLE_PENDING;
+      const auto bytes = got.cast<std::string>();
       *size = bytes.size();
       std::memcpy(value, bytes.data(), std::min(capacity, bytes.size()));
       return FARANDOLE_OK;
@@ -83,16 +85,8 @@ class PythonStore {
   std::optional<py::error_already_set> error_;
 };
 
-// Of an Init that goes on; guarded by the GIL, leaked at exit. Its own error comes before that of
-// the library, which came of it.
-std::unique_ptr<PythonStore>& JoiningStore() {
-  static auto* const store = new std::unique_ptr<PythonStore>;
-  return *store;
-}
-
-/// @param handle, store  Of a join that goes on, or nullptr.
-std::shared_ptr<Context> JoinJob(const InitArguments& arguments, farandole_context*& handle,
-                                 std::unique_ptr<PythonStore>& python_store) {
+/// @param handle  Of a join that was begun, if an exception ends this.
+std::shared_ptr<Context> JoinJob(const InitArguments& arguments, farandole_context*& handle) {
   farandole_init_options options = FARANDOLE_INIT_OPTIONS;
   options.rank = arguments.rank.value_or(-1);
   options.size = arguments.size.value_or(-1);
@@ -101,23 +95,16 @@ std::shared_ptr<Context> JoinJob(const InitArguments& arguments, farandole_conte
   options.timeout_s = arguments.timeout_s;
   options.in_order = arguments.in_order ? 1 : 0;
   if (arguments.address) options.address = arguments.address->c_str();
-  if (handle == nullptr) {
-    python_store.reset();
-    if (!arguments.store.is_none()) python_store = std::make_unique<PythonStore>(arguments.store);
-  }
-  farandole_store store{};
-  if (python_store != nullptr) {
-    store = python_store->ForC();
-    options.store = &store;
-  }
+  PythonStore python_store(arguments.store);
+  const farandole_store store = python_store.ForC();
+  if (!arguments.store.is_none()) options.store = &store;
   int code = FARANDOLE_PENDING;
   while (code == FARANDOLE_PENDING) {
     code = WaitInSlices(kSliceSeconds, [&](double slice_s) {
       return farandole_init_for(&options, slice_s, &handle);
     });
-    if (python_store != nullptr) python_store->Rethrow();
+    python_store.Rethrow();  // before the library's error, which comes of it
   }
-  python_store.reset();
   Check(code);
   return std::make_shared<Context>(std::exchange(handle, nullptr));
 }
@@ -137,14 +124,11 @@ Context::~Context() {
   }
 }
 
-// What goes on after an exception is the job of a launcher, of which there is one; a job apart is
-// given up, and any number of threads may be joining some.
+// Any number of threads may be joining jobs apart.
 std::shared_ptr<Context> Context::Init(const InitArguments& arguments) {
-  if (!arguments.apart) return JoinJob(arguments, joining, JoiningStore());
   farandole_context* handle = nullptr;
-  std::unique_ptr<PythonStore> store;
   try {
-    return JoinJob(arguments, handle, store);
+    return JoinJob(arguments, handle);
   } catch (...) {
     py::gil_scoped_release release;
     farandole_release(handle);
@@ -163,10 +147,8 @@ std::vector<std::shared_ptr<Context>> Context::InProcess(int size) {
 
 void Context::ForgetAll() {
   ++current_generation;
-  joining = nullptr;
   DescribeThreads();
   ForgetCallbacks();
-  (void)JoiningStore().release();  // leaked: threads that are not here may use its objects
 }
 
 bool Context::is_forgotten() const { return generation_ != current_generation; }

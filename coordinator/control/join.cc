@@ -1,11 +1,13 @@
 #include "coordinator/control/join.h"
 
+#include <sys/resource.h>
+
 #include <algorithm>
 #include <map>
 #include <optional>
-#include <thread>
 
 #include "coordinator/control/gather_text.h"
+#include "coordinator/control/graces.h"
 #include "coordinator/control/wire/bytes.h"
 
 namespace farandole {
@@ -15,9 +17,20 @@ constexpr size_t kMaxAddresses = 32;  // of a rank
 constexpr size_t kMaxAddressText = 64;
 constexpr int64_t kFirstNapNs = 20 * kNsPerMs;
 constexpr int64_t kMaxNapNs = 500 * kNsPerMs;
-constexpr int64_t kTableGraceNs = 2 * kNsPerSecond;  // rank 0's time is up first
+constexpr int64_t kMaxStoreNapNs = 100 * kNsPerMs;  // an earlier job may have left what it says
 constexpr int64_t kFlushNs = 2 * kNsPerSecond;
 constexpr size_t kMostNamed = 16;
+constexpr size_t kMostKept = 1024;  // streams that rank 0 keeps open
+constexpr const char* kTwoJobs =
+    "; two jobs at one address need a port, or a key (FARANDOLE_KEY_FILE), each of its own";
+
+Status GivenUp() { return Aborted("init was given up"); }
+
+size_t MostKept() {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return 0;
+  return std::min<size_t>(kMostKept, limit.rlim_cur / 4);
+}
 
 void PutText(const std::string& text, std::vector<std::byte>& out) {
   Put(static_cast<uint8_t>(text.size()), out);
@@ -30,14 +43,19 @@ void PutAddresses(const std::vector<SocketAddress>& addresses, std::vector<std::
   for (size_t i = 0; i < count; ++i) PutText(addresses[i].ToString(), out);
 }
 
+std::string GetText(ByteReader& reader, const char* what) {
+  std::string text(reader.Get<uint8_t>(what), ' ');
+  for (char& c : text) c = reader.Get<char>(what);
+  return text;
+}
+
 Result<std::vector<SocketAddress>> GetAddresses(ByteReader& reader) {
   std::vector<SocketAddress> addresses;
   const auto count = reader.Get<uint8_t>("number of addresses");
   if (count > kMaxAddresses) return Internal("join: too many addresses");
   for (int i = 0; i < count; ++i) {
-    std::string text(reader.Get<uint8_t>("length of an address"), ' ');
+    const std::string text = GetText(reader, "address");
     if (text.size() > kMaxAddressText) return Internal("join: an address is too long");
-    for (char& c : text) c = reader.Get<char>("address");
     Result<SocketAddress> address = ParseSocketAddress(text);
     if (!address.ok()) return Internal("join: " + address.status().message());
     addresses.push_back(address.value());
@@ -46,7 +64,7 @@ Result<std::vector<SocketAddress>> GetAddresses(ByteReader& reader) {
 }
 
 std::string Seconds(int64_t ns) {
-  const int64_t tenths = ns / (kNsPerSecond / 10);
+  const int64_t tenths = (ns + kNsPerSecond / 20) / (kNsPerSecond / 10);
   return std::to_string(tenths / 10) + (tenths % 10 == 0 ? "" : "." + std::to_string(tenths % 10)) +
          " s";
 }
@@ -93,34 +111,41 @@ void SetPeers(StreamHub& hub, const std::vector<TableEntry>& table, uint32_t sco
 // An error goes down the tree before this rank ends.
 void Flush(StreamHub& hub, const Clock& clock) {
   const int64_t deadline_ns = clock.NowNs() + kFlushNs;
-  while (!hub.Drained() && clock.NowNs() < deadline_ns) {
-    std::this_thread::sleep_for(std::chrono::nanoseconds(kNsPerMs));
+  while (!hub.Drained() && clock.NowNs() < deadline_ns &&
+         hub.SleepUntil(clock.NowNs() + kNsPerMs)) {
   }
 }
 
 /// Rank 0's side: who has come.
 class Registry {
  public:
-  Registry(StreamHub& hub, const std::vector<SocketAddress>& own) : hub_(hub) {
-    ranks_[0] = {{0, own}, "", {}};
+  Registry(StreamHub& hub, const std::vector<SocketAddress>& own, bool is_public)
+      : hub_(hub), is_public_(is_public), most_kept_(MostKept()) {
+    ranks_[0] = {{0, own}, "", {}, ThisProcess()};
   }
 
   bool complete() const { return ranks_.size() == static_cast<size_t>(hub_.size()); }
   const std::string& conflict() const { return conflict_; }
+  /// A rank whose time is up; -1: none.
+  int late() const { return late_; }
 
-  // A second try of one process is accepted again: the first answer may have been lost.
-  void Admit(const HubEvent& event) {
-    Result<Registration> came = DecodeRegistration(event.data);
-    if (!came.ok()) return Reject(event, came.status().message());
-    const std::string where = event.address.ToString();
-    const auto [known, is_new] = ranks_.try_emplace(
-        event.from, Known{{event.from, came.value().addresses}, where, came.value().instance});
-    if (!is_new && known->second.instance != came.value().instance) {
-      return Reject(event, RankName(event.from) + " has joined from " + known->second.where +
-                               " already; " + where + " says it is " + RankName(event.from) +
-                               ", too");
+  void Take(const HubEvent& event) {
+    const auto known = std::ranges::find_if(ranks_, [&](const auto& one) {
+      return event.connection != 0 && one.second.connection == event.connection;
+    });
+    if (event.kind == HubEvent::Kind::kFrame && event.type == FrameType::kRegister) Admit(event);
+    if (known == ranks_.end()) return;
+    if (event.kind == HubEvent::Kind::kFrame && event.type == FrameType::kTimeUp) {
+      late_ = known->first;
+    } else if (event.kind == HubEvent::Kind::kLost) {  // it has ended, or begins once more
+      ranks_.erase(known);
+      --kept_;
     }
-    hub_.SendOnJoin(event.connection, FrameType::kAccepted, {}, true);
+  }
+
+  /// The streams that are open end with this.
+  void Dismiss(FrameType type) {
+    for (auto& [rank, known] : ranks_) hub_.SendOnJoin(known.connection, type, {}, true);
   }
 
   std::vector<TableEntry> Table() const {
@@ -129,20 +154,65 @@ class Registry {
     return table;
   }
 
+  /// Whom a rank that comes after the start finds in its place.
+  std::function<std::string(int rank)> Places() const {
+    std::vector<ProcessName> processes;
+    for (const auto& [rank, known] : ranks_) processes.push_back(known.process);
+    return [processes](int rank) {
+      return "rank 0, " + processes[0].ToString() + ", has started its job with " +
+             processes[static_cast<size_t>(rank)].ToString() + " as " + RankName(rank);
+    };
+  }
+
  private:
   struct Known {
     TableEntry entry;
     std::string where;
     std::optional<uint64_t> instance;
+    ProcessName process;
+    uint64_t connection = 0;  // 0: none is kept
   };
 
+  // A second try of one process is accepted again: the first answer may have been lost.
+  void Admit(const HubEvent& event) {
+    Result<Registration> came = DecodeRegistration(event.data);
+    if (!came.ok()) return Reject(event, came.status().message());
+    const ProcessName& process = came.value().process;
+    const std::string name = RankName(event.from);
+    const std::string who = event.address.ToString() + ", " + process.ToString() + ",";
+    if (is_public_ && AreOfOtherJobs(process, ranks_.at(0).process)) {
+      return Reject(event, who + " says it is " + name + ", but rank 0 is " +
+                               ranks_.at(0).process.ToString());
+    }
+    const auto [at, is_new] =
+        ranks_.try_emplace(event.from, Known{{event.from, came.value().addresses},
+                                             event.address.ToString(),
+                                             came.value().instance,
+                                             process});
+    Known& known = at->second;
+    if (!is_new && known.instance != came.value().instance) {
+      return Reject(event, name + " has joined from " + known.where + " already, " +
+                               known.process.ToString() + "; " + who + " says it is " + name +
+                               ", too");
+    }
+    if (known.connection == 0 && kept_ < most_kept_) ++kept_, known.connection = event.connection;
+    const bool is_kept = known.connection != 0;
+    if (is_kept) known.connection = event.connection;
+    const auto keeps = static_cast<std::byte>(is_kept);
+    hub_.SendOnJoin(event.connection, FrameType::kAccepted, {&keeps, 1}, !is_kept);
+  }
+
   void Reject(const HubEvent& event, const std::string& why) {
-    conflict_ = why;
-    hub_.SendOnJoin(event.connection, FrameType::kRejected, TextBytes(why), true);
+    conflict_ = why + (is_public_ ? kTwoJobs : "");
+    hub_.SendOnJoin(event.connection, FrameType::kRejected, TextBytes(conflict_), true);
   }
 
   StreamHub& hub_;
+  const bool is_public_;
+  const size_t most_kept_;
   std::map<int, Known> ranks_;
+  size_t kept_ = 0;
+  int late_ = -1;
   std::string conflict_;  // the last one
 };
 
@@ -161,16 +231,19 @@ class Joiner {
         options_(options),
         deadline_ns_(options.clock->NowNs() + options.timeout_ns) {
     FillRandom(std::as_writable_bytes(std::span(&registration_.instance, 1)));
+    registration_.process = ThisProcess();
   }
 
   Status Run() {
-    for (int64_t nap_ns = kFirstNapNs;; nap_ns = std::min(2 * nap_ns, kMaxNapNs)) {
-      Result<bool> accepted = Try();
-      if (!accepted.ok()) return accepted.status();
-      if (accepted.value()) return AwaitTable();
-      const int64_t left_ns = deadline_ns_ - options_.clock->NowNs();
-      if (left_ns <= 0) return Late();
-      std::this_thread::sleep_for(std::chrono::nanoseconds(std::min(nap_ns, left_ns)));
+    const int64_t max_nap_ns = keeps_trying_ ? kMaxStoreNapNs : kMaxNapNs;
+    for (int64_t nap_ns = kFirstNapNs;; nap_ns = std::min(2 * nap_ns, max_nap_ns)) {
+      Result<bool> done = Try();
+      if (done.ok() && done.value()) done = AwaitTable();
+      if (!done.ok()) return done.status();
+      if (done.value()) return Status();
+      const int64_t now_ns = options_.clock->NowNs();
+      if (!hub_.SleepUntil(std::min(now_ns + nap_ns, deadline_ns_))) return GivenUp();
+      if (now_ns >= deadline_ns_) return Late();
     }
   }
 
@@ -196,7 +269,20 @@ class Joiner {
     if (!answer) return false;
     if (answer->kind != HubEvent::Kind::kFrame) return reason_ = answer->status.message(), false;
     if (answer->type == FrameType::kRejected) return InvalidArgument(TextOf(answer->data));
+    if (answer->type == FrameType::kStarted) {
+      started_ = WhyStarted(*answer);
+      return reason_.clear(), false;
+    }
+    const bool is_kept = !answer->data.empty() && answer->data[0] != std::byte{0};
+    connection_ = is_kept ? opened->connection : 0;
     return true;
+  }
+
+  // The job that this process has left, where rank 0 stays on, is no other one.
+  std::string WhyStarted(const HubEvent& answer) const {
+    const std::string text = TextOf(answer.data);
+    const bool is_own = text.find(registration_.process.ToString()) != std::string::npos;
+    return text + (is_own || !options_.is_public ? "" : kTwoJobs);
   }
 
   Result<bool> Refused(const HubEvent& event) {
@@ -215,7 +301,7 @@ class Joiner {
     while (hub_.WaitForEvent(deadline_ns)) {
       std::optional<HubEvent> event = hub_.Next();
       if (!event) continue;
-      const bool is_old = event->kind == HubEvent::Kind::kLost && event->connection != 0 &&
+      const bool is_old = event->kind != HubEvent::Kind::kJoined && event->connection != 0 &&
                           event->connection != connection;
       if (!is_old) return event;
     }
@@ -236,14 +322,31 @@ class Joiner {
   Status Late() const {
     return Timeout(RankName(hub_.rank()) + " did not reach rank 0 at " + options_.where +
                    " within " + Seconds(options_.timeout_ns) +
-                   (reason_.empty() ? "" : ": " + reason_));
+                   (started_.empty() ? "" : ": " + started_) +
+                   (reason_.empty() ? "" : (started_.empty() ? ": " : "; then ") + reason_));
   }
 
-  Status AwaitTable() {
+  // @return false if rank 0 begins once more.
+  Result<bool> AwaitTable() {
     hub_.PutBack(std::exchange(early_, {}));
-    for (;;) {
-      std::optional<HubEvent> event = Next(deadline_ns_ + kTableGraceNs);
-      if (!event) break;
+    for (bool is_late = false;;) {
+      std::optional<HubEvent> event =
+          Next(deadline_ns_ + (is_late ? kTableGraceNs : 0), connection_);
+      if (hub_.is_stopped()) return GivenUp();
+      if (!event && is_late) break;
+      if (!event) {
+        is_late = true;
+        hub_.SendOnJoin(connection_, FrameType::kTimeUp, {}, false);
+        continue;
+      }
+      if (event->connection != 0) {
+        // Rank 0 may have ended the stream while this rank wrote to it.
+        const bool is_loss = event->kind == HubEvent::Kind::kLost;
+        if (is_loss && !is_late) return RootIsGone(event->status);
+        connection_ = 0;
+        if (event->type == FrameType::kComeAgain) return reason_ = "it begins once more", false;
+        continue;
+      }
       if (event->kind == HubEvent::Kind::kLost) return event->status;
       if (event->type != FrameType::kTable) {
         early_.push_back(std::move(*event));
@@ -254,12 +357,19 @@ class Joiner {
       SetPeers(hub_, table.value(), scope_);
       SendToChildren(hub_, table.value(), event->data);
       const std::string missing = Missing(table.value(), hub_.size());
-      if (missing.empty()) return hub_.PutBack(std::move(early_)), Status();
+      if (missing.empty()) return hub_.PutBack(std::move(early_)), true;
       Flush(hub_, *options_.clock);
       return Timeout(missing + " did not join rank 0 at " + options_.where + " in time");
     }
     return Timeout(RankName(hub_.rank()) + " has joined rank 0 at " + options_.where +
                    ", but not all ranks have within " + Seconds(options_.timeout_ns));
+  }
+
+  Status RootIsGone(const Status& why) const {
+    const std::string cause = "rank 0 at " + options_.where + " is gone: it had accepted " +
+                              RankName(hub_.rank()) + ", and before all ranks had joined " +
+                              why.message();
+    return Status(Code::kUnavailable, cause, {.ranks = {0}, .cause = cause});
   }
 
   StreamHub& hub_;
@@ -270,6 +380,8 @@ class Joiner {
   const int64_t deadline_ns_;
   Registration registration_;
   uint32_t scope_ = 0;
+  uint64_t connection_ = 0;      // to rank 0, which has accepted this one; 0: none is kept
+  std::string started_;          // what rank 0 of a job that has started has said last
   std::string reason_;           // of the last try
   std::vector<HubEvent> early_;  // frames of ranks that have the table already
 };
@@ -279,6 +391,10 @@ class Joiner {
 std::string EncodeRegistration(const Registration& registration) {
   std::vector<std::byte> out;
   Put(registration.instance, out);
+  Put(registration.process.pid, out);
+  Put(registration.process.user, out);
+  PutText(registration.process.host, out);
+  PutText(registration.process.program, out);
   PutAddresses(registration.addresses, out);
   return TextOf(out);
 }
@@ -287,6 +403,10 @@ Result<Registration> DecodeRegistration(ByteSpan bytes) {
   ByteReader reader(bytes);
   Registration registration;
   registration.instance = reader.Get<uint64_t>("instance");
+  registration.process.pid = reader.Get<uint32_t>("process");
+  registration.process.user = reader.Get<uint32_t>("user");
+  registration.process.host = GetText(reader, "host");
+  registration.process.program = GetText(reader, "program");
   Result<std::vector<SocketAddress>> addresses = GetAddresses(reader);
   if (!addresses.ok()) return addresses.status();
   FARANDOLE_RETURN_IF_ERROR(reader.Finish());
@@ -327,26 +447,28 @@ Status JoinAsRoot(StreamHub& hub, const std::vector<SocketAddress>& own,
   uint32_t epoch = 0;
   FillRandom(std::as_writable_bytes(std::span(&epoch, 1)));
   epoch |= 1;  // 0 says that a rank does not know it yet
-  Registry registry(hub, own);
+  Registry registry(hub, own, options.is_public);
   hub.OpenToJoins(true, epoch);
-  while (!registry.complete() && hub.WaitForEvent(deadline_ns)) {
+  while (!registry.complete() && registry.late() < 0 && hub.WaitForEvent(deadline_ns)) {
     const std::optional<HubEvent> event = hub.Next();
     if (event && event->status.code() == Code::kResourceExhausted) return event->status;
-    const bool registers =
-        event && event->kind == HubEvent::Kind::kFrame && event->type == FrameType::kRegister;
-    if (registers) registry.Admit(*event);
+    if (event) registry.Take(*event);
   }
   hub.OpenToJoins(false, epoch);
+  if (hub.is_stopped()) return registry.Dismiss(FrameType::kComeAgain), GivenUp();
   const std::vector<TableEntry> table = registry.Table();
   SetPeers(hub, table, own.empty() ? 0 : own.front().scope());
   const std::string text = EncodeTable(table);
   SendToChildren(hub, table, TextBytes(text));
+  registry.Dismiss(FrameType::kComplete);
   const std::string missing = Missing(table, hub.size());
-  if (missing.empty()) return Status();
+  if (missing.empty()) return hub.AnswerLate(registry.Places()), Status();
   Flush(hub, *options.clock);
   const std::string refused = hub.Refused();
+  const std::string since =
+      registry.late() < 0 ? "" : " since " + RankName(registry.late()) + " began to join";
   return Timeout(missing + " did not join rank 0 at " + options.where + " within " +
-                 Seconds(options.timeout_ns) +
+                 Seconds(options.timeout_ns) + since +
                  (registry.conflict().empty() ? "" : "; " + registry.conflict()) +
                  (refused.empty() ? "" : "; refused meanwhile: " + refused));
 }

@@ -1,6 +1,8 @@
 #include "coordinator/control/tcp_network.h"
 
 #include <fcntl.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -22,6 +24,7 @@ namespace {
 constexpr const char* kStoreKey = "farandole_root";    // its value: the key in hex, addresses
 constexpr int64_t kOwnDescriptors = 16;                // of the hub, shared memory, a doorbell
 constexpr int64_t kMaxStoreWaitNs = 2 * kNsPerSecond;  // then it is asked again
+constexpr int64_t kStoreSliceNs = 50 * kNsPerMs;
 
 using Addresses = std::vector<SocketAddress>;
 
@@ -44,6 +47,7 @@ class TcpNetwork final : public Network {
            : options_.store      ? RandomKey()
                                  : PublicKey(options_.job);
     planes_ = 0;
+    deadline_ns_ = options_.clock->NowNs() + options.timeout_ns;
     hub_.reset();
     Reserve(0);
     Result<std::shared_ptr<StreamHub>> hub =
@@ -96,6 +100,7 @@ class TcpNetwork final : public Network {
                            .streams = options_.streams,
                            .connect_timeout_ns = options.timeout_ns,
                            .patience_ns = options_.patience_ns,
+                           .stop = options_.stop,
                            .clock = options_.clock,
                            .log = options_.log,
                            .doorbell = options.doorbell});
@@ -104,8 +109,10 @@ class TcpNetwork final : public Network {
   }
 
   JoinOptions HowToJoin(const LinkOptions& options) const {
-    return {root_ ? Format(*root_) : "the address in the store", options.timeout_ns,
-            options_.clock};
+    const bool is_public =
+        options_.key.empty() && options_.store == nullptr && options_.job.empty();
+    return {root_ ? Format(*root_) : "the address in the store", options.timeout_ns, options_.clock,
+            is_public};
   }
 
   static Status Take(StreamHub& hub, Listening& listening) {
@@ -141,6 +148,15 @@ class TcpNetwork final : public Network {
     return ListenForAll(port, interfaces_, options_.interfaces);
   }
 
+  // AF_UNSPEC: both. A launcher's socket may be one of IPv4, or of IPv6 alone.
+  static int FamilyTakenBy(int socket) {
+    int only_v6 = 1;
+    socklen_t size = sizeof only_v6;
+    const int asked = getsockopt(socket, IPPROTO_IPV6, IPV6_V6ONLY, &only_v6, &size);
+    if (asked != 0) return AF_INET;
+    return only_v6 != 0 ? AF_INET6 : AF_UNSPEC;
+  }
+
   // The socket from the launcher serves every start of this process.
   Result<Listening> ListenAgain() {
     const int copy = fcntl(adopted_.get(), F_DUPFD_CLOEXEC, 0);
@@ -160,21 +176,22 @@ class TcpNetwork final : public Network {
       Result<Addresses> addresses = Reachable(own.port(), interfaces_);
       if (!addresses.ok()) return addresses.status();
       listening.addresses = std::move(addresses.value());
+      std::erase_if(listening.addresses, [takes = FamilyTakenBy(copy)](const SocketAddress& one) {
+        return takes != AF_UNSPEC && one.family() != takes;
+      });
     }
     return listening;
   }
 
-  // With every start; what an earlier one left is replaced.
+  // With every start; what an earlier one left is replaced, and differs: by the key, or by a number
+  // that stands for it where all ranks have one.
   Status Publish(const Addresses& addresses) {
-    std::string value;
-    if (options_.key.empty()) {
-      constexpr char kHex[] = "0123456789abcdef";
-      for (const std::byte byte : key_) {
-        value += kHex[static_cast<size_t>(byte) >> 4];
-        value += kHex[static_cast<size_t>(byte) & 15];
-      }
-    } else {
-      value = "-";
+    const bool has_key = !options_.key.empty();
+    std::string value = has_key ? "-" : "";
+    constexpr char kHex[] = "0123456789abcdef";
+    for (const std::byte byte : has_key ? RandomKey() : key_) {
+      value += kHex[static_cast<size_t>(byte) >> 4];
+      value += kHex[static_cast<size_t>(byte) & 15];
     }
     for (const SocketAddress& one : addresses) value += " " + one.ToString();
     return options_.store->Set(kStoreKey, value);
@@ -208,7 +225,7 @@ class TcpNetwork final : public Network {
 
   Result<Addresses> FindRoot(StreamHub& hub) {
     if (options_.store == nullptr) return Resolve(*root_);
-    Result<std::string> value = options_.store->Get(kStoreKey, kMaxStoreWaitNs);
+    Result<std::string> value = AskStore();
     if (!value.ok()) return value.status();
     const Status malformed =
         Unavailable("the store's " + std::string(kStoreKey) + " is not what rank 0 writes");
@@ -230,6 +247,17 @@ class TcpNetwork final : public Network {
     return addresses;
   }
 
+  // In slices, for who stops the join.
+  Result<std::string> AskStore() {
+    const int64_t until_ns = std::min(options_.clock->NowNs() + kMaxStoreWaitNs, deadline_ns_);
+    for (;;) {
+      Result<std::string> value = options_.store->Get(kStoreKey, kStoreSliceNs);
+      const bool waits = value.status().code() == Code::kTimeout &&
+                         options_.clock->NowNs() < until_ns && !options_.stop.stop_requested();
+      if (!waits) return value;
+    }
+  }
+
   bool ReadKey(std::string_view hex) {
     if (hex.size() != 2 * key_.size()) return false;
     const auto digit = [](char c) { return c <= '9' ? c - '0' : c - 'a' + 10; };
@@ -248,6 +276,7 @@ class TcpNetwork final : public Network {
   JobKey key_{};
   int planes_ = 0;
   bool has_warned_ = false;
+  int64_t deadline_ns_ = 0;         // of the last start's join
   std::shared_ptr<StreamHub> hub_;  // of the last start
 };
 

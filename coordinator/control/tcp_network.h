@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <stop_token>
 #include <string>
 
 #include "core/clock.h"
@@ -31,7 +32,8 @@ struct TcpNetworkOptions {
   std::string interfaces;
   /// Sockets between two ranks for each plane; alike on all ranks.
   int streams = 1;
-  int64_t patience_ns = 0;  ///< See HubOptions.
+  int64_t patience_ns = 0;    ///< See HubOptions.
+  std::stop_token stop = {};  ///< Ends CreateTransport early, which is then Aborted.
   const Clock* clock = nullptr;
   Log* log = nullptr;  ///< May be nullptr.
 };

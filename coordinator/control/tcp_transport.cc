@@ -6,15 +6,11 @@
 #include <utility>
 
 #include "coordinator/control/gather_text.h"
+#include "coordinator/control/graces.h"
 #include "coordinator/control/wire/bytes.h"
 
 namespace farandole {
 namespace {
-
-/// How much longer than the ranks below it a rank waits for their texts, so that what they have
-/// arrives when somebody is silent; and for the answer of rank 0.
-constexpr int64_t kGracePerLevelNs = 200 * kNsPerMs;
-constexpr int64_t kAnswerGraceNs = 1 * kNsPerSecond;
 
 // Levels of the tree of answers below a rank.
 int LevelsBelow(int rank, int size) {

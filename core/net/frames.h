@@ -15,18 +15,22 @@
 namespace farandole {
 
 enum class FrameType : uint8_t {
-  kMessage = 1,   ///< Of the engine.
-  kGather = 2,    ///< Texts on their way to rank 0.
-  kGathered = 3,  ///< And its answer.
-  kRegister = 4,  ///< A rank that joins, to rank 0.
-  kAccepted = 5,  ///< And its answer,
-  kRejected = 6,  ///< or this one: why not.
-  kTable = 7,     ///< Who is where, down the tree.
-  kGoodbye = 8,   ///< The sender is about to end well.
-  kAlive = 9,     ///< And not silent: every so many ms (u32) at least; then its host's name.
-  kAbort = 10,    ///< A final error, past the sender's engine; its bytes are the engine's.
+  kMessage = 1,     ///< Of the engine.
+  kGather = 2,      ///< Texts on their way to rank 0.
+  kGathered = 3,    ///< And its answer.
+  kRegister = 4,    ///< A rank that joins, to rank 0.
+  kAccepted = 5,    ///< And its answer: whether (u8) the stream stays open until all have come;
+  kRejected = 6,    ///< or this one: why not.
+  kTable = 7,       ///< Who is where, down the tree.
+  kGoodbye = 8,     ///< The sender is about to end well.
+  kAlive = 9,       ///< And not silent: every so many ms (u32) at least; then its host's name.
+  kAbort = 10,      ///< A final error, past the sender's engine; its bytes are the engine's.
+  kTimeUp = 11,     ///< The init timeout of a rank that is accepted has passed, to rank 0.
+  kComplete = 12,   ///< To a rank that is accepted: the table is on its way.
+  kComeAgain = 13,  ///< Likewise: rank 0 has given up its join, and may begin another one.
+  kStarted = 14,    ///< An answer to kRegister: the job has started; who has the rank's place.
 };
-inline constexpr uint8_t kLastFrameType = 10;
+inline constexpr uint8_t kLastFrameType = 14;
 inline constexpr size_t kFrameHeaderBytes = 16;
 inline constexpr size_t kFrameMacBytes = 16;
 inline constexpr uint32_t kMaxFramePayloadBytes = uint32_t{1} << 28;

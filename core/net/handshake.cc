@@ -55,7 +55,7 @@ const char* Describe(Refusal refusal) {
     case Refusal::kOtherJob:
       return "belongs to another job, or to one of another size";
     case Refusal::kWrongKey:
-      return "holds another job key";
+      return "holds another job key, or belongs to another job";
     case Refusal::kOtherEpoch:
       return "belongs to another start of the job";
     case Refusal::kNotJoining:
@@ -162,12 +162,12 @@ void Handshake::TakeHello() {
 void Handshake::TakeChallenge() {
   const auto challenge = Read<ChallengeBytes>(received_);
   std::memcpy(challenge_.data(), received_.data(), sizeof challenge_);
-  if (challenge.refusal != 0) {
+  const bool proven =
+      EqualDigests(ByteSpan(received_).subspan(sizeof challenge), MacOf("challenge"));
+  if (proven && challenge.refusal != 0) {
     const bool known = challenge.refusal <= static_cast<uint8_t>(Refusal::kNotWanted);
     return Refuse(known ? static_cast<Refusal>(challenge.refusal) : Refusal::kGarbage);
   }
-  const bool proven =
-      EqualDigests(ByteSpan(received_).subspan(sizeof challenge), MacOf("challenge"));
   const bool wrong_rank = proven && challenge.rank != static_cast<uint32_t>(peer_);
   if (wrong_rank) return Refuse(Refusal::kOtherRank);
   const Digest proof = MacOf("proof");

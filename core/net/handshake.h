@@ -6,6 +6,7 @@
 //   connector -> acceptor  proof      32 bytes: MAC
 //   acceptor -> connector  welcome    32 bytes: MAC
 //
+// A refusal counts with its MAC alone: whoever sends one without it does not hold the key.
 // Each MAC is an HMAC-SHA-256 under the job's key over its own name and all before it. So neither
 // end interprets more than the other's first message, 64 bytes at most, before the other has proven
 // the key. With its proof sent a connector waits for the welcome: an acceptor that had given up the
@@ -22,7 +23,7 @@
 
 namespace farandole {
 
-inline constexpr uint8_t kNetVersion = 1;  ///< Of handshake, frames and their contents.
+inline constexpr uint8_t kNetVersion = 2;  ///< Of handshake, frames and their contents.
 inline constexpr size_t kMaxUnprovenBytes = 64;
 
 enum class StreamRole : uint8_t {
@@ -39,7 +40,7 @@ enum class Refusal : uint8_t {
   kOtherJob = 3,      ///< Job or size differ.
   kWrongKey = 4,
   kOtherEpoch = 5,  ///< It belongs to an earlier start of the job.
-  kNotJoining = 6,  ///< The acceptor is not rank 0, or its job has started.
+  kNotJoining = 6,  ///< The acceptor is not rank 0, or has not begun to join.
   kOtherRank = 7,   ///< Something else than the connector's peer listens there.
   kNotWanted = 8,   ///< No such rank or stream, or it is connected already.
 };
@@ -60,7 +61,7 @@ struct Party {
   uint32_t job = 0;    ///< A hash of the job's name and size.
   uint32_t epoch = 0;  ///< Of this start of the job; 0 while it is unknown.
   int rank = 0;
-  bool joining = false;  ///< Rank 0 while ranks may join.
+  bool joining = false;  ///< Rank 0 once ranks may join, or could.
 };
 
 /// One side of a handshake. Thread safety: none. Invariant: once complete or refused it stays so.

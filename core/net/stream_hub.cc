@@ -158,7 +158,11 @@ StreamHub::StreamHub(const HubOptions& options)
     : options_(options),
       received_(kReadBytes),
       peers_(static_cast<size_t>(options.size)),
-      host_(HostName()) {}
+      host_(HostName()),
+      on_stop_(options.stop, [this] {
+        const std::lock_guard lock(mutex_);
+        has_event_.notify_all();
+      }) {}
 
 StreamHub::~StreamHub() {
   Shutdown();
@@ -275,8 +279,14 @@ Status StreamHub::Listen(int socket) {
 
 void StreamHub::OpenToJoins(bool open, uint32_t epoch) {
   const std::lock_guard lock(mutex_);
-  options_.party.joining = open;
+  options_.party.joining = true;
   options_.party.epoch = epoch;
+  joins_are_open_ = open;
+}
+
+void StreamHub::AnswerLate(std::function<std::string(int rank)> answer) {
+  const std::lock_guard lock(mutex_);
+  late_answer_ = std::move(answer);
 }
 
 void StreamHub::AcceptFrom(int listener) {
@@ -495,6 +505,8 @@ void StreamHub::HandshakeDone(Connection& connection) {
   if (!connection.outgoing) {
     if (hello.role == StreamRole::kControl) {
       peers_[static_cast<size_t>(hello.from)].in = connection.id;
+    } else if (!joins_are_open_) {
+      connection.deadline_ns = options_.clock->NowNs() + kProofNs;
     }
     return;
   }
@@ -583,6 +595,13 @@ bool StreamHub::TakeFrames(Connection& connection) {
     Result<std::optional<StreamReader::Frame>> frame = connection.reader->Next();
     if (!frame.ok()) return Break(id, frame.status().message(), true), false;
     if (!frame.value()) return true;
+    const bool is_late = connection.hello().role == StreamRole::kJoin &&
+                         frame.value()->type == FrameType::kRegister && !joins_are_open_;
+    if (is_late && late_answer_) {
+      Append(connection, FrameType::kStarted, TextBytes(late_answer_(connection.peer)));
+      connection.ends_when_sent = true;
+      return Flush(connection);
+    }
     if (!TakeFrame(connection, *frame.value())) {
       return Break(id, "a frame that does not belong there", true), false;
     }
@@ -592,8 +611,9 @@ bool StreamHub::TakeFrames(Connection& connection) {
 // @return false if a frame of this type does not come on this stream.
 bool StreamHub::TakeFrame(Connection& connection, const StreamReader::Frame& frame) {
   const bool is_join = connection.hello().role == StreamRole::kJoin;
-  const bool is_of_join = frame.type == FrameType::kRegister ||
-                          frame.type == FrameType::kAccepted || frame.type == FrameType::kRejected;
+  const bool is_of_join =
+      (frame.type >= FrameType::kRegister && frame.type <= FrameType::kRejected) ||
+      (frame.type >= FrameType::kTimeUp && frame.type <= FrameType::kStarted);
   if (is_join != is_of_join) return false;
   if (!is_join && frame.type == FrameType::kGoodbye) {
     peers_[static_cast<size_t>(connection.peer)].left = true;
@@ -969,8 +989,16 @@ void StreamHub::PutBack(std::vector<HubEvent> events) {
 bool StreamHub::WaitForEvent(int64_t deadline_ns) {
   std::unique_lock lock(mutex_);
   const int64_t wait_ns = std::max<int64_t>(deadline_ns - options_.clock->NowNs(), 0);
-  return has_event_.wait_for(lock, std::chrono::nanoseconds(wait_ns),
-                             [this] { return !events_.empty(); });
+  return has_event_.wait_for(lock, std::chrono::nanoseconds(wait_ns), [this] {
+    return !events_.empty() || is_stopped();
+  }) && !is_stopped();
+}
+
+bool StreamHub::SleepUntil(int64_t deadline_ns) {
+  std::unique_lock lock(mutex_);
+  const int64_t wait_ns = std::max<int64_t>(deadline_ns - options_.clock->NowNs(), 0);
+  return !has_event_.wait_for(lock, std::chrono::nanoseconds(wait_ns),
+                              [this] { return is_stopped(); });
 }
 
 bool StreamHub::Drained() {

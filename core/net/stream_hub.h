@@ -5,10 +5,12 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <stop_token>
 #include <string>
 #include <thread>
 #include <vector>
@@ -36,6 +38,7 @@ struct HubOptions {
   int64_t patience_ns = 0;
   /// Another network carries the work: a rank that cannot be connected is not lost but unwatched.
   bool only_watches = false;
+  std::stop_token stop = {};  ///< Ends the waits of a join that is given up; none: never.
   const Clock* clock = nullptr;
   Log* log = nullptr;            ///< May be nullptr.
   Doorbell* doorbell = nullptr;  ///< May be nullptr.
@@ -91,6 +94,8 @@ class StreamHub final : public DataStreams {
   Status Listen(int socket);
   /// Rank 0: whether ranks may join, and the number of this start of the job.
   void OpenToJoins(bool open, uint32_t epoch);
+  /// What a rank is told that registers, within 2 s, when they may not any more.
+  void AnswerLate(std::function<std::string(int rank)> answer);
   /// Before Join: the key, where a store says it.
   void SetKey(const JobKey& key);
   /// Tries these addresses of rank 0, once each. kJoined or kLost follows; with kJoined the hub has
@@ -117,8 +122,12 @@ class StreamHub final : public DataStreams {
   std::optional<HubEvent> Next(std::vector<std::byte> reuse = {});
   /// Events that were taken too early are the next ones again.
   void PutBack(std::vector<HubEvent> events);
-  /// @return false if there is none when `deadline_ns` has come.
+  /// @return false if there is none when `deadline_ns` has come, or if stopped.
   bool WaitForEvent(int64_t deadline_ns);
+  /// Whatever comes. @return false, early, if stopped.
+  bool SleepUntil(int64_t deadline_ns);
+  /// HubOptions::stop has been requested.
+  bool is_stopped() const { return options_.stop.stop_requested(); }
   /// Whether the kernel has taken all frames sent.
   bool Drained();
   /// Says goodbye to all ranks with a stream to or from this one.
@@ -220,7 +229,10 @@ class StreamHub final : public DataStreams {
   bool has_failed_ = false;  // for want of them
   uint64_t next_id_ = 2;
   bool stops_ = false;
+  bool joins_are_open_ = false;
+  std::function<std::string(int rank)> late_answer_;
   std::thread thread_;
+  std::stop_callback<std::function<void()>> on_stop_;
 };
 
 }  // namespace farandole

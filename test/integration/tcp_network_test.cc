@@ -1,6 +1,7 @@
 // Joining over TCP, links over its sockets, and everything that can be wrong with a start.
 #include "coordinator/control/tcp_network.h"
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <stdlib.h>
@@ -8,7 +9,10 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
+#include <stop_token>
 
+#include "coordinator/control/join.h"
 #include "core/store.h"
 #include "ops/p2p/link.h"
 #include "test/support/tcp_ranks.h"
@@ -196,6 +200,137 @@ TEST(TcpNetwork, NamesTheRanksThatDoNotComeOnAllThatDid) {
     EXPECT_EQ(outcome.code(), Code::kTimeout);
     EXPECT_THAT(outcome.message(), HasSubstr("rank 3, rank 4 did not join rank 0 at 127.0.0.1:"));
   }
+}
+
+// Rank 0 came later, so its own time is not up: a rank that has waited for long enough ends it all.
+TEST(TcpNetwork, TheFirstRankWhoseTimeIsUpEndsTheJoinOfAllWithTheNames) {
+  const LoopbackListener root;
+  const std::vector<Status> outcomes = OnThreads(2, [&](int rank) {
+    TcpRank me;
+    return JoinTestJob(me, TestNetwork(rank, 3, root), rank == 1 ? kShortNs : 600 * kNsPerSecond);
+  });
+  const std::string what = "rank 2 did not join rank 0 at " + root.address.ToString();
+  for (const Status& outcome : outcomes) {
+    EXPECT_EQ(outcome.code(), Code::kTimeout);
+    EXPECT_THAT(outcome.message(), HasSubstr(what));
+  }
+  EXPECT_THAT(outcomes[0].message(), HasSubstr("since rank 1 began to join"));
+}
+
+/// The hub of a rank of a test job of 3 that does by hand what the network does.
+std::unique_ptr<StreamHub> HubByHand(int rank) {
+  Party party{.rank = rank};
+  std::ranges::fill(party.key, std::byte{'k'});
+  const Digest job = Sha256({TextBytes("/3")});
+  std::memcpy(&party.job, job.data(), sizeof party.job);
+  return std::move(StreamHub::Create({.party = party, .size = 3, .clock = &SteadyClock()}).value());
+}
+
+std::optional<HubEvent> AwaitEvent(StreamHub& hub, HubEvent::Kind kind) {
+  while (hub.WaitForEvent(SteadyClock().NowNs() + 60 * kNsPerSecond)) {
+    std::optional<HubEvent> event = hub.Next();
+    if (event && event->kind == kind) return event;
+  }
+  ADD_FAILURE() << "nothing comes";
+  return std::nullopt;
+}
+
+/// Registers as rank 1 with rank 0, which accepts it in the end.
+std::unique_ptr<StreamHub> RegisterByHand(const LoopbackListener& root) {
+  for (uint64_t instance = 0;; ++instance) {
+    std::unique_ptr<StreamHub> hub = HubByHand(1);
+    hub->Join({root.address});
+    while (!hub->WaitForEvent(SteadyClock().NowNs() + kNsPerSecond)) {
+    }
+    const std::optional<HubEvent> joined = hub->Next();
+    if (joined->kind != HubEvent::Kind::kJoined) continue;  // rank 0 is not there yet
+    const std::string text = EncodeRegistration({instance, ThisProcess(), {}});
+    hub->SendOnJoin(joined->connection, FrameType::kRegister, TextBytes(text), false);
+    const std::optional<HubEvent> answer = AwaitEvent(*hub, HubEvent::Kind::kFrame);
+    if (!answer || answer->type == FrameType::kAccepted) return hub;
+  }
+}
+
+TEST(TcpNetwork, WhoHasAcceptedARankTellsItAtOnceThatItIsGoneOrBeginsOnceMore) {
+  const LoopbackListener root;
+  const std::unique_ptr<StreamHub> hub = HubByHand(0);
+  ASSERT_EQ(fcntl(root.descriptor, F_SETFL, O_NONBLOCK), 0);
+  ASSERT_TRUE(hub->Listen(root.descriptor).ok());
+  hub->OpenToJoins(true, 1);
+  Status outcome;
+  std::thread rank([&] {
+    TcpRank me;
+    outcome = JoinTestJob(me, TestNetwork(1, 3, root), 600 * kNsPerSecond);
+  });
+  for (const bool ends : {false, true}) {
+    const std::optional<HubEvent> came = AwaitEvent(*hub, HubEvent::Kind::kFrame);
+    if (!came) break;
+    const std::byte keeps{1};
+    hub->SendOnJoin(came->connection, FrameType::kAccepted, {&keeps, 1}, false);
+    if (!ends) hub->SendOnJoin(came->connection, FrameType::kComeAgain, {}, true);
+  }
+  hub->Shutdown();
+  rank.join();
+  EXPECT_EQ(outcome.code(), Code::kUnavailable);
+  EXPECT_THAT(outcome.message(), HasSubstr("is gone: it had accepted rank 1, and before all"));
+  EXPECT_EQ(outcome.facts().ranks, std::vector<int32_t>{0});
+}
+
+TEST(TcpNetwork, ARankThatEndsLeavesItsPlaceToTheNextAndAJoinThatIsStoppedIsAborted) {
+  const LoopbackListener root;
+  std::stop_source stop;
+  const std::vector<Status> outcomes = OnThreads(2, [&](int rank) -> Status {
+    TcpRank me;
+    TcpNetworkOptions options = TestNetwork(rank, 3, root);
+    options.stop = stop.get_token();
+    if (rank == 0) return JoinTestJob(me, options, 600 * kNsPerSecond);
+    RegisterByHand(root).reset();
+    const std::unique_ptr<StreamHub> hub = RegisterByHand(root);
+    stop.request_stop();
+    EXPECT_EQ(AwaitEvent(*hub, HubEvent::Kind::kFrame)->type, FrameType::kComeAgain);
+    return JoinTestJob(me, options, 600 * kNsPerSecond);  // nobody is there any more
+  });
+  for (const Status& outcome : outcomes) EXPECT_EQ(outcome.code(), Code::kAborted);
+}
+
+TEST(TcpNetwork, ARankThatComesLateIsToldWhoHasItsPlace) {
+  const LoopbackListener root;
+  std::atomic<int> have_joined{0};
+  std::atomic<bool> is_told{false};
+  const std::vector<Status> outcomes = OnThreads(3, [&](int thread) -> Status {
+    TcpRank me;
+    TcpNetworkOptions options = TestNetwork(std::min(thread, 1), 2, root);
+    options.key.clear();
+    while (thread == 2 && have_joined < 2) std::this_thread::yield();
+    const Status joined = JoinTestJob(me, options, thread == 2 ? kShortNs : 120 * kNsPerSecond);
+    ++have_joined;
+    while (thread < 2 && !is_told) std::this_thread::yield();
+    if (thread == 2) is_told = true;
+    return joined;
+  });
+  EXPECT_EQ(outcomes[2].code(), Code::kTimeout);
+  EXPECT_THAT(outcomes[2].message(),
+              AllOf(HasSubstr("has started its job with " + ThisProcess().ToString()),
+                    HasSubstr(" as rank 1")));
+}
+
+TEST(ProcessName, IsTheScriptOfAnInterpreter) {
+  using namespace std::string_literals;
+  EXPECT_EQ(ProgramOf("/usr/bin/train\0--epochs\0"s), "train");
+  EXPECT_EQ(ProgramOf("python3.11\0-W\0ignore\0-u\0/home/a/train.py\0x.py\0"s), "train.py");
+  EXPECT_EQ(ProgramOf("/usr/bin/python\0-m\0pkg.train\0x\0"s), "pkg.train");
+  EXPECT_EQ(ProgramOf("python\0-c\0import x\0"s), "");
+  EXPECT_EQ(ProgramOf(""), "");
+  const ProcessName a{.pid = 1, .user = 5, .host = "a", .program = "a.py"};
+  const auto differs = [&](uint32_t user, const char* program) {
+    return AreOfOtherJobs(a, {.pid = 2, .user = user, .host = "b", .program = program});
+  };
+  EXPECT_TRUE(differs(6, "a.py"));
+  EXPECT_TRUE(differs(5, "b.py"));
+  EXPECT_FALSE(differs(5, "a.py"));
+  EXPECT_FALSE(differs(5, ""));
+  EXPECT_EQ((ProcessName{3, 5, "h\x1b", "t.py"}).ToString(),
+            "process 3 on host h? (t.py of user 5)");
 }
 
 TEST(TcpNetwork, NamesBothEndsWhereRank0CannotBeReached) {

@@ -6,6 +6,7 @@ import datetime
 import importlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -22,15 +23,42 @@ class Store(Protocol):
 
 
 class StoreCalls(NamedTuple):
-    """A store as the core calls it: with bytes, and without waiting for long."""
+    """A store as the core calls it: with bytes, and without waiting for long. What is not done is asked again."""
 
-    set: Callable[[str, bytes], None]
+    set: Callable[[str, bytes], bool]
     wait: Callable[[str, float], bool]
-    get: Callable[[str], bytes]
+    get: Callable[[str], bytes | None]
+
+
+_ANSWER_S = 0.05  # for the answer of a store; the core asks it to wait for 0.02 s
+
+
+class _Call:
+    """A call on a thread of its own, which is left alone if it does not return."""
+
+    def __init__(self, what: object, function: Callable[[], Any]) -> None:
+        self.what, self.is_done = what, threading.Event()
+        self._function, self._error, self._value = function, None, None
+        threading.Thread(target=self._run, name="farandole-store", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._value = self._function()
+        except BaseException as error:
+            self._error = error
+        self.is_done.set()
+
+    def answer(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._value
 
 
 def calls(store: Any) -> StoreCalls:
     """The calls of ``store``. Values are written as hexadecimal text, which all stores can hold.
+
+    They are made one after the other, on threads of their own: a store may stand still, and then init() ends all the
+    same. A call that is asked for again is the same call.
 
     Raises:
         TypeError: It has no ``set``, ``get`` and ``wait``.
@@ -56,7 +84,25 @@ def calls(store: Any) -> StoreCalls:
         value = store.get(key)
         return bytes.fromhex(value if isinstance(value, str) else bytes(value).decode())
 
-    return StoreCalls(lambda key, value: store.set(key, value.hex()), wait, get)
+    def set_(key: str, value: bytes) -> bool:
+        store.set(key, value.hex())
+        return True
+
+    pending: list[_Call] = []
+
+    def ask(function: Callable[..., Any], *arguments: Any) -> Any:
+        what = (function, arguments)
+        if not pending or pending[0].what != what:
+            pending[:] = [_Call(what, lambda: function(*arguments))]
+        if not pending[0].is_done.wait(_ANSWER_S):
+            return None
+        return pending.pop().answer()
+
+    return StoreCalls(
+        lambda key, value: bool(ask(set_, key, value)),
+        lambda key, timeout_s: bool(ask(wait, key, timeout_s)),
+        lambda key: ask(get, key),
+    )
 
 
 class Found(NamedTuple):

@@ -138,8 +138,9 @@ def init(
     """Joins the job of this process, as the launcher or the arguments say; without either, a job of one rank.
 
     Collective: every rank calls it. Calling it again does nothing. Settings come from the
-    ``FARANDOLE_*`` and ``HOROVOD_*`` environment variables. :func:`shutdown` is called at exit. Ctrl-C raises
-    KeyboardInterrupt; then call ``init`` again to continue, or exit.
+    ``FARANDOLE_*`` and ``HOROVOD_*`` environment variables. :func:`shutdown` is called at exit. After an exception,
+    as after Ctrl-C, call ``init`` again to join again, or exit: over TCP nothing of the join remains, while MPI, which
+    can be initialized once, goes on with it.
 
     Args:
         comm: None; or all ranks of the job, as a list or an mpi4py communicator.
@@ -155,14 +156,16 @@ def init(
             MASTER_ADDR and MASTER_PORT.
         store: Instead of an address, an object with ``set``, ``get`` and ``wait``, such as a
             ``torch.distributed.TCPStore``. The store of torchrun, and that of ``torch.distributed``
-            if it is initialized, is found without this.
+            if it is initialized, is found without this. Rank 0 sets a key again for its next job. A prefix that
+            is new for each job keeps processes that start later from what an earlier job has left. Threads of their
+            own call it, one call after the other.
 
     Raises:
         ValueError: A setting or an argument is invalid; the message names it and its range. Arguments and
             launcher contradict each other, or the address of rank 0 is unknown. ``comm`` has other ranks than
             the job. A rank passed two process sets of the same ranks.
         MismatchError: A rank did not pass a process set that it must pass.
-        OperationTimeoutError: Some rank did not join within FARANDOLE_INIT_TIMEOUT_S (60); this process
+        OperationTimeoutError: Some rank did not join within FARANDOLE_INIT_TIMEOUT_S (60). Over MPI this process
             cannot join the job any more and should exit.
         HorovodInternalError: The job cannot be joined; the message says why. One cause: a rank started this
             process, which inherited the rank's variables.

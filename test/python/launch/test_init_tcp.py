@@ -1,5 +1,8 @@
 """Jobs without MPI: ranks that are told by variables, arguments, stores or torchrun where rank 0 is."""
 
+import os
+import subprocess
+import sys
 import textwrap
 
 import pytest
@@ -79,8 +82,9 @@ def test_torch_distributed_shares_the_port_of_env(first):
     expect_sums(2, run(2, script, lambda rank: env_of(rank, port)))
 
 
-def test_arguments_join_a_job_twice():
-    address = f"tcp://127.0.0.1:{free_port()}"
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_arguments_join_a_job_twice(host):
+    address = f"tcp://{host}:{free_port()}"
     script = f"""
         for _ in range(2):
             fl.init(rank=R, size=N, local_rank=R, address={address!r})
@@ -179,6 +183,95 @@ def test_ctrl_c_ends_a_wait_for_the_store_and_the_next_init_goes_on(tmp_path):
     assert (tmp_path / "interrupted").exists()
 
 
+JOINS = int(os.environ.get("FARANDOLE_TEST_JOINS") or 9)  # 200 now and then
+
+
+def test_joins_that_fail_leave_nothing_and_the_process_joins_with_other_arguments(tmp_path):
+    script = f"""
+        import pathlib, signal
+        import torch.distributed as dist
+
+        done = pathlib.Path({str(tmp_path)!r}) / "done"
+
+        class Broken:
+            def set(self, key, value): raise LookupError("broken")
+            get = wait = set
+
+        def used():
+            return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+        def fail(number):
+            store = dist.FileStore({str(tmp_path)!r} + f"/{{number}}", 5)
+            if number % 3 == 0:  # at rank 0, which listens, and at one that looks for it
+                signal.setitimer(signal.ITIMER_REAL, 0.05)
+                with_what, error = dict(rank=number % 2, size=5, store=store), KeyboardInterrupt
+            elif number % 3 == 1:
+                with_what, error = dict(rank=number % 2, size=5, store=Broken()), LookupError
+            else:
+                os.environ["FARANDOLE_INIT_TIMEOUT_S"] = "0.05"
+                with_what, error = dict(rank=number % 2, size=5, store=store), fl.OperationTimeoutError
+            try:
+                fl.init(**with_what)
+                raise AssertionError("joined")
+            except error as failure:
+                assert "earlier" not in str(failure) and not fl.is_initialized()
+            os.environ.pop("FARANDOLE_INIT_TIMEOUT_S", None)
+
+        if R == 1:
+            signal.signal(signal.SIGALRM, signal.default_int_handler)
+            fail(0)  # what stays once
+            before = used()
+            for number in range(1, {JOINS}):
+                fail(number)
+            until = time.monotonic() + 10
+            while used() != before and time.monotonic() < until:  # threads of a store that have yet to end
+                time.sleep(0.01)
+            assert used() == before, (used(), before)
+            done.touch()
+        while not done.exists():
+            time.sleep(0.01)
+        fl.init(rank=R, size=N, address="tcp://127.0.0.1:{free_port()}")
+        check()
+    """
+    expect_sums(2, run(2, script))
+
+
+@pytest.mark.parametrize("prefix", ["job {job}", ""])
+def test_processes_that_have_joined_before_meet_a_new_one_at_a_store(tmp_path, prefix):
+    script = f"""
+        import torch.distributed as dist
+        store = dist.FileStore({str(tmp_path / "store")!r}, 3)
+        if R < 2:
+            fl.init(rank=R, size=2, store=dist.PrefixStore({prefix!r}.format(job=0), store))
+            check()
+            fl.shutdown()
+            store.set(f"over {{R}}", "")
+        store.wait(["over 0", "over 1"])
+        fl.init(rank=R, size=3, store=dist.PrefixStore({prefix!r}.format(job=1), store))
+        check()
+    """
+    expect_sums(3, run(3, script))
+
+
+@pytest.mark.parametrize("call", ["set", "wait", "get"])
+def test_a_store_that_stands_still_holds_init_no_longer_than_its_limit(call):
+    script = f"""
+        import threading
+        class Store:
+            def set(self, key, value): pass
+            def wait(self, keys, timeout): pass
+            def get(self, key): return b""
+        setattr(Store, {call!r}, lambda *_: threading.Event().wait())
+        os.environ["FARANDOLE_INIT_TIMEOUT_S"] = "0.5"
+        try:
+            fl.init(rank={int(call != "set")}, size=2, store=Store())
+        except fl.OperationTimeoutError as error:
+            print("got", error)
+    """
+    output = start(script).communicate(timeout=60)[0]
+    assert f"the store has not {'taken' if call == 'set' else 'given'}" in output
+
+
 @pytest.mark.parametrize(
     ("call", "wanted"),
     [
@@ -217,7 +310,8 @@ def test_a_key_is_read_once_from_its_descriptor_and_no_child_inherits_it():
         import subprocess
         secret, write = os.pipe()
         os.write(write, bytes(range(32)))
-        os.close(write)
+        if R == 1:  # rank 0's stays open
+            os.close(write)
         os.environ["FARANDOLE_KEY_FD"] = str(secret)
         fl.init()
         check()
@@ -231,6 +325,59 @@ def test_a_key_is_read_once_from_its_descriptor_and_no_child_inherits_it():
         2, script, lambda rank: {"FARANDOLE_RANK": str(rank), "FARANDOLE_SIZE": "2", "FARANDOLE_ADDRESS": address}
     )
     assert all(output.count("of 2: 3") == 2 for output in outputs)
+
+
+def test_a_key_that_does_not_come_holds_init_no_longer_than_its_limit():
+    script = """
+        secret, write = os.pipe()
+        os.environ.update(FARANDOLE_KEY_FD=str(secret), FARANDOLE_INIT_TIMEOUT_S="0.5")
+        try:
+            fl.init(rank=0, size=2, address="127.0.0.1:1")
+        except fl.OperationTimeoutError as error:
+            print("got", error)
+    """
+    output = start(script).communicate(timeout=60)[0]
+    assert "FARANDOLE_KEY_FD=" in output and "only 0 of 32 bytes have come" in output
+
+
+def test_the_listening_socket_of_rank_0_stays_its_own_between_two_jobs():
+    port = free_port()
+    script = f"""
+        import socket
+        if R == 0:
+            own = socket.create_server(("127.0.0.1", {port}))
+            os.environ["FARANDOLE_LISTEN_FD"] = str(own.detach())
+        fl.init()
+        check()
+        fl.shutdown()
+        try:
+            socket.create_server(("127.0.0.1", {port}))
+        except OSError as error:
+            print(error)
+        fl.init()
+        check()
+    """
+    outputs = run(
+        2, script,
+        lambda rank: {"FARANDOLE_RANK": str(rank), "FARANDOLE_SIZE": "2", "FARANDOLE_ADDRESS": f"127.0.0.1:{port}"},
+    )  # fmt: skip
+    assert all(output.count("of 2: 3") == 2 and "already in use" in output for output in outputs)
+
+
+def test_a_rank_of_another_program_is_not_let_in(tmp_path):
+    port = str(free_port())
+
+    def start_program(name, rank):
+        (tmp_path / name).write_text("import farandole as fl\nfl.init()\nprint('size', fl.size())")
+        return subprocess.Popen(
+            [sys.executable, tmp_path / name], env=environment(**env_of(rank, port)), text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    first = start_program("one.py", 0)
+    refused = communicate([start_program("other.py", 1)], codes=[1])[0]
+    assert f"but rank 0 is process {first.pid} on host" in refused and "(one.py of user " in refused
+    assert communicate([first, start_program("one.py", 1)]) == ["size 2\n"] * 2
 
 
 def test_a_descendant_of_a_rank_cannot_join_as_that_rank():

@@ -872,18 +872,8 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
 
 def _connect(store: Any, rank: int, size: int, timeout_s: float, in_order: bool = True) -> basics.Context:
     """Joins the ranks that have the same store; each group has one of its own."""
-    given = _store.calls(store)
-
-    def own(key: str) -> str:  # "farandole.<number of this process's jobs>.<name>": that number differs between ranks
-        return key.split(".", 2)[2]
-
-    calls = _store.StoreCalls(
-        lambda key, value: given.set(own(key), value),
-        lambda key, timeout_s: given.wait(own(key), timeout_s),
-        lambda key: given.get(own(key)),
-    )
     with _horovod.settings():
-        found = calls if size > 1 else None
+        found = _store.calls(store) if size > 1 else None
         return basics.Context(_core.Context.init(rank, size, None, None, found, True, timeout_s, in_order))
 
 

@@ -85,6 +85,20 @@ TEST(Handshake, NamesWhatDiffersAtBothEnds) {
   expect(Refusal::kNotJoining, [](Ends& ends) { ends.hello.role = StreamRole::kJoin; });
 }
 
+// Anybody could say so.
+TEST(Handshake, ARefusalCountsOnlyWithItsMac) {
+  for (uint8_t refusal = 1; refusal <= static_cast<uint8_t>(Refusal::kNotWanted); ++refusal) {
+    const Ends ends;
+    Handshake connector = Handshake::Connect(ends.connector, ends.hello, ends.peer);
+    Handshake acceptor = Handshake::Accept(ends.acceptor);
+    acceptor.Take(connector.TakeOutput());
+    std::vector<std::byte> challenge = acceptor.TakeOutput();
+    challenge[3] = std::byte{refusal};
+    connector.Take(challenge);
+    EXPECT_EQ(connector.refusal(), Refusal::kWrongKey);
+  }
+}
+
 TEST(Handshake, FindsAnotherRankThere) {
   Ends ends;
   ends.peer = 2;
