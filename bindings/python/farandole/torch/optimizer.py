@@ -154,7 +154,7 @@ def DistributedOptimizer(
     if wrapped is not None and not wrapped.is_over:
         raise ValueError("this optimizer is wrapped already")
     _parameters.refuse_other_wrappers(named)
-    basics.topology()  # raises where there is none
+    basics.current(ValueError)  # raises where there is none
     if gradient_as_bucket_view and share_gradients:
         raise ValueError("share_gradients=True makes views needless: leave gradient_as_bucket_view out")
     steps: Steps
