@@ -508,10 +508,11 @@ class GradientReducer:
         self.check_look(slot)
         grad = slot.parameter.grad
         if grad is not None and slot.has_changed():
-            is_replaced = grad is not slot.sent
+            what = "replaced" if grad is not slot.sent else "changed in place"
+            if what == "changed in place" and grad._base is not None:
+                what += ", or another view of the same buffer was,"
             raise ValueError(
-                f'the gradient of "{slot.name}" was {"replaced" if is_replaced else "changed in place"}'
-                " while it was in flight: call optimizer.synchronize() before"
+                f'the gradient of "{slot.name}" was {what} while it was in flight: call optimizer.synchronize() before'
             )
 
     def check_look(self, slot: _core.GradientSlot) -> None:
