@@ -432,9 +432,22 @@ bool IsSame(const farandole_params& a, const farandole_params& b) {
          a.root == b.root && a.wire == b.wire && a.device == b.device;
 }
 
-bool IsLike(const Array& array, int32_t dtype, const std::vector<int64_t>& shape) {
-  return ToNumber(array.dtype) == dtype && std::ssize(shape) == array.ndim &&
-         std::equal(shape.begin(), shape.end(), array.shape);
+/// The dtype that the core is told.
+std::optional<int32_t> NumberFor(int32_t kind, DLDataType dtype) {
+  if (!TravelsAsPairs(kind, dtype)) return ToNumber(dtype);
+  return ToNumber({kDLFloat, static_cast<uint8_t>(dtype.bits / 2), 1});
+}
+
+std::vector<int64_t> ShapeFor(int32_t kind, const Array& array) {
+  std::vector<int64_t> shape(array.shape, array.shape + array.ndim);
+  if (TravelsAsPairs(kind, array.dtype)) shape.push_back(2);
+  return shape;
+}
+
+bool IsLike(int32_t kind, const Array& array, int32_t dtype, const std::vector<int64_t>& shape) {
+  return NumberFor(kind, array.dtype) == dtype &&
+         std::ssize(shape) == array.ndim + (TravelsAsPairs(kind, array.dtype) ? 1 : 0) &&
+         std::equal(array.shape, array.shape + array.ndim, shape.begin());
 }
 
 std::string LabelOf(const Submission& submission, size_t i, size_t count) {
@@ -524,8 +537,8 @@ Context::Prepared& Context::PreparedFor(const Submission& submission, Work& work
   if (prepared->handle != nullptr && submission.labels.is_none() && !prepared->has_labels &&
       IsSame(prepared->params, params) && prepared->splits == splits &&
       std::equal(arrays.begin(), arrays.end(), prepared->tensors.begin(), prepared->tensors.end(),
-                 [](const Array& array, const Described& one) {
-                   return IsLike(array, one.dtype, one.shape);
+                 [&](const Array& array, const Described& one) {
+                   return IsLike(params.kind, array, one.dtype, one.shape);
                  })) {
     (void)get();  // reading the arrays may have run Python: another thread may have closed this
     prepared->is_used = true;
@@ -536,8 +549,7 @@ Context::Prepared& Context::PreparedFor(const Submission& submission, Work& work
   for (size_t i = 0; i < arrays.size(); ++i) {
     const Array& array = arrays[i];
     described.push_back({LabelOf(submission, i, arrays.size()),
-                         *ToNumber(array.dtype),
-                         {array.shape, array.shape + array.ndim}});
+                         *NumberFor(params.kind, array.dtype), ShapeFor(params.kind, array)});
   }
   std::vector<farandole_tensor> tensors;
   for (const Described& one : described)

@@ -99,12 +99,17 @@ std::optional<int64_t> VersionOf(const py::object& gradient) {
   return version.cast<int64_t>();
 }
 
-bool IsNegated(const py::object& gradient) {
-  static PyObject* const name = Interned("is_neg");
-  const auto answer =
-      py::reinterpret_steal<py::object>(PyObject_CallMethodObjArgs(gradient.ptr(), name, nullptr));
-  if (!answer) throw py::error_already_set();
-  return answer.is(py::handle(Py_True));
+/// Whether the memory does not hold the values, which are to be negated or conjugated.
+bool IsLazy(const py::object& gradient, DLDataType dtype) {
+  static PyObject* const is_neg = Interned("is_neg");
+  static PyObject* const is_conj = Interned("is_conj");
+  const auto answers = [&](PyObject* question) {
+    const auto answer =
+        py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(gradient.ptr(), question));
+    if (!answer) throw py::error_already_set();
+    return answer.is(py::handle(Py_True));
+  };
+  return answers(is_neg) || (dtype.code == kDLComplex && answers(is_conj));
 }
 
 bool HasShape(const DLTensor& tensor, const DLTensor& other) {
@@ -149,7 +154,7 @@ py::object CopyOfSmall(const py::object& gradient) {
   const ArrayType& type = TypeOf(gradient);
   const std::optional<Layout> layout = Peek(gradient);
   if (type.api == nullptr || !layout || layout->tensor.device.device_type != kDLCPU ||
-      !IsCOrder(layout->tensor) || IsNegated(gradient))
+      !IsCOrder(layout->tensor) || IsLazy(gradient, layout->tensor.dtype))
     return {};
   const DLTensor& from = layout->tensor;
   const std::vector<int64_t> shape(from.shape, from.shape + from.ndim);
@@ -496,7 +501,7 @@ std::optional<Layout> Gradients::ReadDirectly(const GradientSlot& slot,
   if (!is_ordered || !IsOn(tensor, device_) || !HasShape(tensor, slot.look->tensor))
     return std::nullopt;
   static PyObject* const dtype = Interned("dtype");
-  if (!Get(gradient, dtype).is(slot.dtype) || IsNegated(gradient)) return std::nullopt;
+  if (!Get(gradient, dtype).is(slot.dtype) || IsLazy(gradient, tensor.dtype)) return std::nullopt;
   return layout;
 }
 

@@ -466,6 +466,8 @@ class GradientReducer:
         if codec is not None:
             return codec.describe()
         shape = _codecs.wire_shape(slot.parameter, slot.is_channels_last)
+        if slot.dtype in _library.PAIRS:
+            return _core.GradientDescription(_library.number_of(_library.PAIRS[slot.dtype]), [*shape, 2])
         return _core.GradientDescription(_library.number_of(slot.dtype), shape)
 
     # One gradient that the slots leave to Python.
@@ -491,7 +493,7 @@ class GradientReducer:
             return packed
         order = _codecs.memory_format(memory.dim(), slot.is_channels_last)
         wire = memory.detach().to(self._default_device.device)
-        return wire.resolve_neg().contiguous(memory_format=order)
+        return wire.resolve_conj().resolve_neg().contiguous(memory_format=order)
 
     def copy_in(self, gradient: torch.Tensor, stream: _codecs.Stream) -> torch.Tensor:
         """A copy of the gradient, made in ``stream``, in which it was accumulated itself."""
@@ -552,6 +554,8 @@ class GradientReducer:
 
     def receive_new(self, slot: _core.GradientSlot, wire: torch.Tensor) -> None:
         """Gives the parameter the result of the other ranks: it has no gradient, or a sparse one."""
+        if slot.dtype in _library.PAIRS and slot.codec is None:
+            wire = torch.view_as_complex(wire)
         if slot.is_channels_last and slot.codec is None:
             wire = wire.movedim(-1, 1)
         result = self._unpacked(slot, _library.own_here(wire))

@@ -164,7 +164,7 @@ def DistributedOptimizer(
             raise ValueError(
                 f"{name}=True is for gradients, which op=Adasum does not reduce: it combines the optimizers' steps"
             )
-        _parameters.refuse_irreducible(named)
+        _parameters.refuse_irreducible(named, takes_complex=False)
         adapt_scalers()
         steps = AdasumSteps(optimizer, compression, process_set)
     else:
