@@ -72,6 +72,7 @@ std::unique_ptr<ArrayType> Describe(py::handle object, py::handle type) {
     described->is_neg = type.attr("is_neg");
     described->is_conj = type.attr("is_conj");
   }
+  described->opaque_dtypes = py::getattr(library, "opaque_dtypes", py::object());
   described->notes_writes = py::hasattr(library, "written");
   described->written_in_place = py::getattr(library, "written_in_place", py::none());
   described->converts_results = py::hasattr(library, "result");
@@ -119,6 +120,16 @@ bool IsLazy(const Array& array) {
          (array.dtype.code == kDLComplex && answers(array.type->is_conj));
 }
 
+/// Whether DLPack says another dtype than the array's, as of torch's int4, or ends the process, as
+/// of TensorFlow's strings.
+bool IsOpaque(const Array& array) {
+  const py::object& dtypes = array.type->opaque_dtypes;
+  if (!dtypes) return false;
+  const int found = PySet_Contains(dtypes.ptr(), array.object.attr("dtype").ptr());
+  if (found < 0) throw py::error_already_set();
+  return found == 1;
+}
+
 bool ReadByApi(Array& array) {
   DLTensor tensor;
   if (array.type->api->dltensor_from_py_object_no_sync(array.object.ptr(), &tensor) != 0) {
@@ -127,6 +138,8 @@ bool ReadByApi(Array& array) {
   }
   array.is_writable = array.type->is_mutable;
   if (!Adopt(array, tensor)) return false;
+  const bool is_byte = array.dtype.bits == 8 && array.dtype.code <= kDLUInt;
+  if (is_byte && IsOpaque(array)) return false;
   if (array.type->is_neg && IsLazy(array)) array.is_contiguous = false;
   return true;
 }
@@ -222,10 +235,26 @@ bool ReadNumPy(Array& array) {
   return true;
 }
 
+/// Some are NumPy's own, others those of the package ml_dtypes, when it has been imported.
+py::dtype NumPyDType(DLDataType dtype) {
+  const std::string name = NameOf(dtype);
+  try {
+    return py::dtype(name);
+  } catch (py::error_already_set& error) {
+    if (!error.matches(PyExc_TypeError)) throw;
+  }
+  try {
+    return py::dtype::from_args(py::module_::import("ml_dtypes").attr(name.c_str()));
+  } catch (py::error_already_set& error) {
+    if (!error.matches(PyExc_ImportError)) throw;
+    throw py::type_error("NumPy has no " + name + ": install the package ml_dtypes, which has");
+  }
+}
+
 /// NumPy's dtype of an array that is NumPy's, or that any library has in host memory.
 py::dtype NumPyDType(const Array& array) {
   if (array.type->is_numpy) return py::reinterpret_borrow<py::array>(array.object).dtype();
-  return py::dtype(NameOf(array.dtype));
+  return NumPyDType(array.dtype);
 }
 
 /// Whether results for arrays like this one are made by NumPy; the library may convert them.
@@ -303,6 +332,7 @@ bool ReadByAnything(Array& array) {
   if (array.type->api != nullptr) return ReadByApi(array);
   if (array.type->is_read_by_library) return ReadByLibrary(array);
   if (array.type->is_numpy) return ReadNumPy(array);
+  if (IsOpaque(array)) return false;
   if (PyObject_CheckBuffer(array.object.ptr()) && ReadByBuffer(array)) return true;
   return ReadByDlpack(array);
 }
@@ -568,7 +598,7 @@ py::tuple ResultMemory::DlpackDevice() const {
 py::object ResultMemory::ToArray(const std::shared_ptr<ResultMemory>& self, const ArrayType& type,
                                  const py::object& like) {
   if (MadeByNumPy(type, self->device_))
-    return py::array(py::dtype(NameOf(self->dtype_)), self->shape_, self->data(), py::cast(self));
+    return py::array(NumPyDType(self->dtype_), self->shape_, self->data(), py::cast(self));
   if (type.api == nullptr) return type.library.attr("wrap")(self, like, ToTuple(self->shape_));
   return Adopted(type, ManagedTensor(Export(self)));
 }

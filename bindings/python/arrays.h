@@ -69,6 +69,8 @@ struct ArrayType {
   bool notes_writes = false;               ///< library.written() wants to know of changes in place.
   /// Arrays may be views that conjugate or negate (torch): methods of the type; else null.
   pybind11::object is_neg, is_conj;
+  /// library.opaque_dtypes: a set of those that DLPack does not tell, or cannot; null: none.
+  pybind11::object opaque_dtypes;
   pybind11::object written_in_place;  ///< library.written_in_place; None: `written` is enough.
   bool converts_results = false;      ///< library.result() makes what users get.
 };

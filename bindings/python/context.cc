@@ -426,15 +426,28 @@ int64_t CountOf(const Array& array) {
   return std::accumulate(array.shape, array.shape + array.ndim, int64_t{1}, std::multiplies<>());
 }
 
-std::vector<int64_t> DescribedShape(const Array& array, bool is_flat) {
-  if (is_flat) return {CountOf(array)};
-  return {array.shape, array.shape + array.ndim};
+/// The dtype that the core is told.
+std::optional<int32_t> NumberFor(int32_t kind, DLDataType dtype) {
+  if (!TravelsAsPairs(kind, dtype)) return ToNumber(dtype);
+  return ToNumber({kDLFloat, static_cast<uint8_t>(dtype.bits / 2), 1});
 }
 
-bool IsLike(const Array& array, int32_t dtype, const std::vector<int64_t>& shape, bool is_flat) {
-  if (ToNumber(array.dtype) != dtype) return false;
-  if (is_flat) return shape.size() == 1 && shape[0] == CountOf(array);
-  return std::ssize(shape) == array.ndim && std::equal(shape.begin(), shape.end(), array.shape);
+/// The shape that the core is told. @param is_flat  The ranks' shapes may differ.
+std::vector<int64_t> ShapeFor(int32_t kind, const Array& array, bool is_flat) {
+  const int64_t parts = TravelsAsPairs(kind, array.dtype) ? 2 : 1;
+  if (is_flat) return {parts * CountOf(array)};
+  std::vector<int64_t> shape(array.shape, array.shape + array.ndim);
+  if (parts > 1) shape.push_back(parts);
+  return shape;
+}
+
+bool IsLike(int32_t kind, const Array& array, int32_t dtype, const std::vector<int64_t>& shape,
+            bool is_flat) {
+  if (NumberFor(kind, array.dtype) != dtype) return false;
+  const int64_t parts = TravelsAsPairs(kind, array.dtype) ? 2 : 1;
+  if (is_flat) return shape.size() == 1 && shape[0] == parts * CountOf(array);
+  return std::ssize(shape) == array.ndim + parts - 1 &&
+         std::equal(array.shape, array.shape + array.ndim, shape.begin());
 }
 
 std::string LabelOf(const Submission& submission, size_t i, size_t count) {
@@ -526,7 +539,7 @@ Context::Prepared& Context::PreparedFor(const Submission& submission, Work& work
       IsSame(prepared->params, params) && prepared->splits == splits &&
       std::equal(arrays.begin(), arrays.end(), prepared->tensors.begin(), prepared->tensors.end(),
                  [&](const Array& array, const Described& one) {
-                   return IsLike(array, one.dtype, one.shape, is_flat);
+                   return IsLike(params.kind, array, one.dtype, one.shape, is_flat);
                  })) {
     (void)get();  // reading the arrays may have run Python: another thread may have closed this
     prepared->is_used = true;
@@ -536,8 +549,9 @@ Context::Prepared& Context::PreparedFor(const Submission& submission, Work& work
   std::vector<Described> described;
   for (size_t i = 0; i < arrays.size(); ++i) {
     const Array& array = arrays[i];
-    described.push_back({LabelOf(submission, i, arrays.size()), *ToNumber(array.dtype),
-                         DescribedShape(array, is_flat)});
+    described.push_back({LabelOf(submission, i, arrays.size()),
+                         *NumberFor(params.kind, array.dtype),
+                         ShapeFor(params.kind, array, is_flat)});
   }
   std::vector<farandole_tensor> tensors;
   for (const Described& one : described)

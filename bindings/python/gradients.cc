@@ -6,6 +6,7 @@
 #include <array>
 #include <cstring>
 #include <string>
+#include <unordered_map>
 #include <utility>
 
 #include "bindings/python/errors.h"
@@ -98,12 +99,17 @@ std::optional<int64_t> VersionOf(const py::object& gradient) {
   return version.cast<int64_t>();
 }
 
-bool IsNegated(const py::object& gradient) {
-  static PyObject* const name = Interned("is_neg");
-  const auto answer =
-      py::reinterpret_steal<py::object>(PyObject_CallMethodObjArgs(gradient.ptr(), name, nullptr));
-  if (!answer) throw py::error_already_set();
-  return answer.is(py::handle(Py_True));
+/// Whether the memory does not hold the values, which are to be negated or conjugated.
+bool IsLazy(const py::object& gradient, DLDataType dtype) {
+  static PyObject* const is_neg = Interned("is_neg");
+  static PyObject* const is_conj = Interned("is_conj");
+  const auto answers = [&](PyObject* question) {
+    const auto answer =
+        py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(gradient.ptr(), question));
+    if (!answer) throw py::error_already_set();
+    return answer.is(py::handle(Py_True));
+  };
+  return answers(is_neg) || (dtype.code == kDLComplex && answers(is_conj));
 }
 
 bool HasShape(const DLTensor& tensor, const DLTensor& other) {
@@ -148,7 +154,7 @@ py::object CopyOfSmall(const py::object& gradient) {
   const ArrayType& type = TypeOf(gradient);
   const std::optional<Layout> layout = Peek(gradient);
   if (type.api == nullptr || !layout || layout->tensor.device.device_type != kDLCPU ||
-      !IsCOrder(layout->tensor) || IsNegated(gradient))
+      !IsCOrder(layout->tensor) || IsLazy(gradient, layout->tensor.dtype))
     return {};
   const DLTensor& from = layout->tensor;
   const std::vector<int64_t> shape(from.shape, from.shape + from.ndim);
@@ -203,6 +209,26 @@ bool IsSameStream(const std::optional<farandole_stream>& a,
          (!a || (a->device == b->device && a->stream == b->stream));
 }
 
+/// Of all optimizers, by the address of the tensor that gradients are views of; slots own the
+/// counts.
+auto& AllAdditions() {
+  static auto* const all = new std::unordered_map<PyObject*, std::weak_ptr<int64_t>>;
+  return *all;
+}
+
+/// The count of the slot's view of a tensor; null: its gradient is no view.
+int64_t* AdditionsTo(GradientSlot& slot, const py::object& gradient) {
+  static PyObject* const name = Interned("_base");
+  slot.additions = nullptr;
+  const py::object base = Get(gradient, name);
+  if (!base || base.is_none()) return nullptr;
+  std::weak_ptr<int64_t>& known = AllAdditions()[base.ptr()];
+  std::shared_ptr<int64_t> count = known.lock();
+  if (!count) known = count = std::make_shared<int64_t>(0);
+  slot.additions = count;
+  return count.get();
+}
+
 int Visit(const py::object& object, visitproc visit, void* argument) {
   return object ? visit(object.ptr(), argument) : 0;
 }
@@ -230,6 +256,12 @@ py::object GradientSlot::GradientDtype() const {
   return last_dtype ? last_dtype : Get(parameter, dtype_name);
 }
 
+std::optional<int64_t> GradientSlot::Version(const py::object& gradient) const {
+  std::optional<int64_t> own = VersionOf(gradient);
+  if (own && additions) *own -= *additions;
+  return own;
+}
+
 bool GradientSlot::HoldsReduced(const py::object& gradient) const {
   if (!reduced || gradient.is_none()) return false;
   return PyWeakref_Check(reduced.ptr()) ? reduced().is(gradient) : reduced.is(gradient);
@@ -237,7 +269,7 @@ bool GradientSlot::HoldsReduced(const py::object& gradient) const {
 
 farandole_vote GradientSlot::Vote(const py::object& gradient) const {
   if (gradient.is_none()) return FARANDOLE_ABSENT;
-  const bool is_clean = HoldsReduced(gradient) && version == VersionOf(gradient);
+  const bool is_clean = HoldsReduced(gradient) && version == Version(gradient);
   return is_clean ? FARANDOLE_CLEAN : FARANDOLE_PRESENT;
 }
 
@@ -245,7 +277,7 @@ void GradientSlot::NoteReduced(bool keeps_it) {
   const py::object now = gradient();
   reduced = py::object();
   if (now.is_none()) return;
-  version = VersionOf(now);
+  version = Version(now);
   reduced =
       keeps_it ? now : py::reinterpret_steal<py::object>(PyWeakref_NewRef(now.ptr(), nullptr));
   if (!reduced) throw py::error_already_set();
@@ -253,14 +285,14 @@ void GradientSlot::NoteReduced(bool keeps_it) {
 
 void GradientSlot::NoteSent(const py::object& gradient) {
   sent = gradient;
-  sent_version = VersionOf(gradient);
+  sent_version = Version(gradient);
   is_fresh = false;
 }
 
 bool GradientSlot::HasChanged() const {
   const py::object now = gradient();
   if (!sent) return !now.is_none();
-  return !now.is(sent) || (!now.is_none() && VersionOf(now) != sent_version);
+  return !now.is(sent) || (!now.is_none() && Version(now) != sent_version);
 }
 
 /// A user's tensor that is replaced keeps its values and is reduced no more, as with torch's
@@ -406,6 +438,7 @@ void Gradients::CountPass(bool is_no_sync) {
 
 void Gradients::Open() {
   is_open_ = true;
+  std::erase_if(AllAdditions(), [](const auto& entry) { return entry.second.expired(); });
   Check(farandole_gradients_open(get()));
 }
 
@@ -439,6 +472,8 @@ void Gradients::Accumulated(int32_t index) {
                              "; where the number varies, as in loops over a checkpointed layer, "
                              "pass overlap=False to DistributedOptimizer, which then sends all "
                              "gradients at the end of the pass");
+  if (!slot.is_fresh)  // Autograd has added to what was there, by one write.
+    if (int64_t* const additions = AdditionsTo(slot, slot.gradient())) ++*additions;
   if (is_open_) {
     slot.made_in = StreamNow();
     if (due >= 0) Send(due);
@@ -466,7 +501,7 @@ std::optional<Layout> Gradients::ReadDirectly(const GradientSlot& slot,
   if (!is_ordered || !IsOn(tensor, device_) || !HasShape(tensor, slot.look->tensor))
     return std::nullopt;
   static PyObject* const dtype = Interned("dtype");
-  if (!Get(gradient, dtype).is(slot.dtype) || IsNegated(gradient)) return std::nullopt;
+  if (!Get(gradient, dtype).is(slot.dtype) || IsLazy(gradient, tensor.dtype)) return std::nullopt;
   return layout;
 }
 
@@ -553,7 +588,11 @@ py::object Gradients::OwnMemory(GradientSlot& slot, const py::object& gradient) 
   py::object copy = is_elsewhere && owner ? owner.attr("copy_in")(gradient, ToPair(slot.made_in))
                                           : CopyOfSmall(gradient);
   if (!copy) copy = gradient.attr("detach")().attr("clone")();
-  if (slot.is_fresh) py::setattr(slot.parameter, "grad", copy);
+  if (slot.is_fresh) {
+    py::setattr(slot.parameter, "grad", copy);
+  } else {
+    (void)AdditionsTo(slot, gradient);
+  }
   return copy;
 }
 

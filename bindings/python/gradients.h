@@ -49,22 +49,28 @@ struct GradientSlot {
   /// Autograd chose the memory of `.grad`, which was None, and nothing was sent since.
   bool is_fresh = false;
 
+  /// How often autograd has added in place to views of the tensor that `.grad` is a view of: all of
+  /// them have one version. Null: it is none that the user has placed.
+  std::shared_ptr<const int64_t> additions;
+
   // Of the open round.
   pybind11::object sent;                ///< `.grad` as it was sent; null: there was none.
-  std::optional<int64_t> sent_version;  ///< Its version then; none in inference mode.
+  std::optional<int64_t> sent_version;  ///< What Version() gave then.
   pybind11::object buffer;              ///< The tensor whose memory is read and written.
   pybind11::object sparse;  ///< This rank's sparse gradient, which is gathered; null: none.
   bool is_present = false;  ///< This rank contributes a gradient of whatever layout.
   bool was_sparse = false;  ///< Some rank had a sparse gradient in this round or before.
 
   // The gradient that was reduced last and has not been accumulated to since.
-  pybind11::object reduced;  ///< A weak reference, or itself; null: there is none.
-  std::optional<int64_t>
-      version;  ///< Its version when it had been reduced; none in inference mode.
+  pybind11::object reduced;        ///< A weak reference, or itself; null: there is none.
+  std::optional<int64_t> version;  ///< What Version() gave when it had been reduced.
 
   pybind11::object gradient() const;
   /// torch's dtype of the gradient, or of the next one where there is none.
   pybind11::object GradientDtype() const;
+  /// The version of `gradient`, less the additions: what autograd adds to one view is no write to
+  /// another. None in inference mode.
+  std::optional<int64_t> Version(const pybind11::object& gradient) const;
   /// Whether the gradient was reduced and not accumulated to since; it may have been written to.
   bool HoldsReduced(const pybind11::object& gradient) const;
   /// How this rank takes part with `gradient`, or None.

@@ -21,10 +21,6 @@ namespace farandole::python {
 namespace py = pybind11;
 namespace {
 
-bool Reduces(int32_t kind) {
-  return kind == FARANDOLE_ALLREDUCE || kind == FARANDOLE_REDUCESCATTER;
-}
-
 /// What users get of a result for `target`.
 py::object Converted(const py::object& made, const py::object& target) {
   const ArrayType& type = TypeOf(target);
@@ -220,6 +216,7 @@ Work::Work(std::shared_ptr<Context> context, const Submission& submission, uint6
     : Child(std::move(context)),
       number_(number),
       kind_(submission.options.params.kind),
+      op_(submission.options.params.op),
       set_(submission.options.params.set),
       function_(submission.options.FunctionName()),
       name_(py::reinterpret_borrow<py::object>(submission.name)),
@@ -253,6 +250,11 @@ void Work::ReadAll(const Submission& submission) {
   if (targets_.empty()) return;
   sources_ = ReadEach(targets_);
   if (!CanUse(sources_, in_place_)) {
+    const auto is_refused = [this](const Array& array) {
+      return array.object && TravelsAsPairs(kind_, array.dtype) && ToNumber(array.dtype) &&
+             !CanTake(array.dtype);
+    };
+    if (std::ranges::any_of(sources_, is_refused)) Refuse(sources_);
     const py::object copies =
         TypeOf(targets_[0])
             .library.attr("canonical")(ToList(targets_), function_, in_place_, !Reduces(kind_));
@@ -270,6 +272,10 @@ void Work::ReadAll(const Submission& submission) {
 /// What the library has not refused: arrays that nothing can read, or of several devices.
 void Work::Refuse(const Arrays& arrays) const {
   for (const Array& array : arrays) {
+    if (array.object && TravelsAsPairs(kind_, array.dtype) && ToNumber(array.dtype) &&
+        !CanTake(array.dtype))
+      throw py::value_error(function_ + ": " + NameOf(array.dtype) +
+                            " is reduced by Sum and by Average only");
     if (!array.object)
       throw py::type_error(function_ + ": an array of type " +
                            std::string(py::str(py::type::of(targets_[0]).attr("__name__"))) +
@@ -294,6 +300,8 @@ Arrays Work::ReadEach(const Objects& objects) const {
 
 bool Work::CanTake(DLDataType dtype) const {
   const std::optional<int32_t> number = ToNumber(dtype);
+  if (TravelsAsPairs(kind_, dtype) && (op_ == FARANDOLE_SUM || op_ == FARANDOLE_AVERAGE))
+    return number.has_value();
   return number && (!Reduces(kind_) || *number <= FARANDOLE_FLOAT64);
 }
 

@@ -23,6 +23,17 @@ namespace farandole::python {
 
 using Objects = std::vector<pybind11::object, Pooled<pybind11::object>>;
 
+/// Whether collectives of this kind compute.
+inline bool Reduces(int32_t kind) {
+  return kind == FARANDOLE_ALLREDUCE || kind == FARANDOLE_REDUCESCATTER;
+}
+
+/// Complex numbers are summed as pairs of real ones, by one more dimension: the core knows no other
+/// way.
+inline bool TravelsAsPairs(int32_t kind, DLDataType dtype) {
+  return dtype.code == kDLComplex && Reduces(kind);
+}
+
 /// One start of a collective, and a user's handle of it. Holds the memory that the engine borrows.
 class Work : public Child, public std::enable_shared_from_this<Work> {
  public:
@@ -84,7 +95,7 @@ class Work : public Child, public std::enable_shared_from_this<Work> {
   std::string Label() const;
 
   const uint64_t number_;
-  const int32_t kind_;
+  const int32_t kind_, op_;
   const uint32_t set_;
   const std::string function_;
   const pybind11::object name_;

@@ -3,7 +3,8 @@
 ``_core`` calls :func:`library_of` once per type of arrays and asks the object that it gives:
 
 ``is_mutable``: arrays may be changed in place. ``is_lazy``, optional: they have ``is_neg()`` and
-    ``is_conj()``, which say that memory does not hold the values.
+    ``is_conj()``, which say that memory does not hold the values. ``opaque_dtypes``, optional: a set
+    of their dtypes that DLPack must not be asked for, as it says others, or ends the process.
 ``canonical(arrays, function, in_place, moves_bytes)``: arrays that can be read as they are, for those of
     a call of which some cannot: strided ones are copied, unsupported ones refused. ``moves_bytes`` is
     true of collectives that move elements of any dtype.
@@ -32,9 +33,9 @@ import numpy.typing as npt
 
 from farandole import _core
 
-#: The dtypes that can be moved, of which the first ten can be reduced: farandole_dtype.
+#: The dtypes that can be moved (farandole_dtype), and of these what can be reduced, complex ones by Sum and Average.
 ALL_DTYPES: Final = _core.dtypes
-DTYPES: Final = ALL_DTYPES[:10]
+DTYPES: Final = (*ALL_DTYPES[:10], "complex64", "complex128")
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
@@ -50,13 +51,17 @@ def library_of(array: Any) -> Any:
     name = _name_of(array)
     if name == "torch":
         importlib.import_module("farandole.torch")  # registers its own
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError("a numpy.ma.MaskedArray would lose its mask; pass array.filled(...), or its data and its mask")
     has_dlpack = hasattr(array, "__dlpack__")
     lives_anywhere = has_dlpack and name in _IMMUTABLE  # one type for the host and GPUs
     if not lives_anywhere and hasattr(array, "__cuda_array_interface__") and _is_on_gpu(array):
         return CudaArrays()
-    if has_dlpack and not isinstance(array, np.ndarray | np.generic):
-        return Foreign(name not in _IMMUTABLE)
-    return Host()
+    if isinstance(array, np.ndarray):
+        return Host() if type(array) is np.ndarray else Subclass()
+    if name in _LIBRARIES:
+        return _LIBRARIES[name]()
+    return Foreign(name not in _IMMUTABLE) if has_dlpack and not isinstance(array, np.generic) else Host()
 
 
 class Host:
@@ -70,7 +75,7 @@ class Host:
         return [self._canonical(array, function, in_place, moves_bytes) for array in arrays]
 
     def _canonical(self, given: Any, function: str, in_place: bool, moves_bytes: bool) -> Any:
-        array = _as_array(given)
+        array = _as_array(given, function)
         check_dtype(array.dtype, moves_bytes)
         flags = array.flags
         if in_place and not (flags.c_contiguous and flags.writeable):
@@ -80,6 +85,14 @@ class Host:
                 f"{flags.writeable}; {function} returns a new array instead"
             )
         return np.asarray(array, order="C")
+
+
+class Subclass(Host):
+    """Arrays of a subclass of NumPy's, such as ``numpy.matrix``, or one with units."""
+
+    def result(self, made: Array, target: Any) -> Any:
+        """Of the subclass, if it makes results so."""
+        return target.__array_wrap__(made)
 
 
 class Foreign(Host):
@@ -92,6 +105,7 @@ class Foreign(Host):
         self.is_mutable = is_mutable
 
     def _canonical(self, given: Any, function: str, in_place: bool, moves_bytes: bool) -> Any:
+        self.refuse(given, function)
         is_on_gpu = _is_on_gpu(given)
         described = _core.describe(given) if is_on_gpu else None
         if described is not None and not described[3]:
@@ -103,7 +117,17 @@ class Foreign(Host):
             raise TypeError(
                 f"{function}_ cannot know that {type(given).__name__} may be changed in place; use {function}"
             )
-        return given if is_on_gpu else super()._canonical(given, function, False, moves_bytes)
+        if is_on_gpu:
+            return given
+        made = self.contiguous(given, moves_bytes)
+        return super()._canonical(given, function, False, moves_bytes) if made is None else made
+
+    def refuse(self, given: Any, function: str) -> None:
+        """Raises what is wrong with an array that cannot be read as it is, if the library says it badly."""
+
+    def contiguous(self, given: Any, moves_bytes: bool) -> Any:
+        """A contiguous array of the library with the same values; None: NumPy makes a copy."""
+        del given, moves_bytes
 
     def empty(self, like: Any, shape: Shape) -> Any:
         """See above; TypeError where the library makes none."""
@@ -127,10 +151,125 @@ class Foreign(Host):
         return make(memory)
 
     def result(self, made: Any, target: Any) -> Any:
-        """An array of the target's library, as the array API standard makes one; else NumPy's."""
-        if not isinstance(made, np.ndarray) or not hasattr(target, "__array_namespace__"):
+        """An array of the target's library and dtype; NumPy's if the library follows no standard.
+
+        Raises:
+            TypeError: The library makes another dtype of it.
+        """
+        if not isinstance(made, np.ndarray):
+            return made
+        result = self.of_numpy(made, target)
+        if hasattr(target, "dtype") and _dtype_name(result) != _dtype_name(target):
+            raise TypeError(
+                f"the result has dtype {_dtype_name(target)}, of which {type(result).__name__} makes "
+                f"{_dtype_name(result)}; pass a NumPy array of the same values"
+            )
+        return result
+
+    def of_numpy(self, made: Array, target: Any) -> Any:
+        """As the array API standard makes an array."""
+        if not hasattr(target, "__array_namespace__"):
             return made
         return target.__array_namespace__().asarray(made)
+
+
+class Jax(Foreign):
+    """JAX's arrays: results lie on the same device, and are weakly typed where the array is."""
+
+    def __init__(self) -> None:
+        super().__init__(is_mutable=False)
+
+    def refuse(self, given: Any, function: str) -> None:
+        """See above; TypeError for what has no values, ValueError for what is on several devices, or deleted."""
+        if not hasattr(given, "is_deleted"):
+            return
+        if isinstance(given, sys.modules["jax"].core.Tracer):
+            raise TypeError(
+                f"{function}: an array that JAX traces has no values; call it outside of jit, grad and vmap, or by "
+                "jax.experimental.io_callback"
+            )
+        if given.is_deleted():
+            raise ValueError(
+                f"{function}: the array of shape {list(given.shape)} was deleted, or donated to a function"
+            )
+        count = len(given.sharding.device_set)
+        if count > 1:
+            raise ValueError(
+                f"{function}: the array of shape {list(given.shape)} lies on {count} devices; pass what is on one, as "
+                "array.addressable_data(0) gives it"
+            )
+
+    def of_numpy(self, made: Array, target: Any) -> Any:
+        """On the target's device, also 64-bit dtypes, which JAX otherwise narrows."""
+        jax = sys.modules["jax"]
+        with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+            if not target.weak_type:
+                return jax.device_put(made, target.sharding)
+            like = jax.numpy.zeros_like(target, shape=made.shape)  # weakly typed; what is set into it keeps that
+            return jax.device_put(like.at[...].set(made), target.sharding)
+
+    def contiguous(self, given: Any, moves_bytes: bool) -> Any:
+        """See above."""
+        if hasattr(given, "is_deleted"):
+            check_name(_dtype_name(given), moves_bytes)
+
+
+class Mlx(Foreign):
+    """MLX's arrays."""
+
+    def __init__(self) -> None:
+        super().__init__(is_mutable=False)
+
+    def contiguous(self, given: Any, moves_bytes: bool) -> Any:
+        """See above."""
+        check_name(_dtype_name(given), moves_bytes)
+        return sys.modules["mlx.core"].contiguous(given)
+
+    def of_numpy(self, made: Array, target: Any) -> Any:
+        """With the dtype from the start, as float64 otherwise becomes float32."""
+        return sys.modules["mlx.core"].array(made, dtype=target.dtype)
+
+
+class Paddle(Foreign):
+    """Paddle's tensors."""
+
+    def contiguous(self, given: Any, moves_bytes: bool) -> Any:
+        """See above."""
+        check_name(_dtype_name(given), moves_bytes)
+        return given.detach().contiguous()
+
+
+class TensorFlow(Foreign):
+    """TensorFlow's tensors, and variables, whose results are tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(is_mutable=False)
+        tf = sys.modules["tensorflow"]
+        dtypes = {each for each in vars(tf).values() if isinstance(each, tf.DType)}
+        self.opaque_dtypes = {each for each in dtypes if each.name not in ALL_DTYPES}  # its DLPack may end the process
+
+    def contiguous(self, given: Any, moves_bytes: bool) -> Any:
+        """See above; TypeError for what is no dense tensor of values."""
+        tf = sys.modules["tensorflow"]
+        if not isinstance(given, tf.Tensor | tf.Variable) or not tf.executing_eagerly():
+            raise TypeError(
+                f"a {type(given).__name__} has no dense values here; pass an eager tensor, inside a tf.function by "
+                "tf.py_function"
+            )
+        check_name(_dtype_name(given), moves_bytes)
+        return tf.convert_to_tensor(given)
+
+    def of_numpy(self, made: Array, target: Any) -> Any:
+        """A tensor on the target's device."""
+        tf = sys.modules["tensorflow"]
+        with tf.device(target.device):
+            return tf.convert_to_tensor(made)
+
+
+#: By the first name of the types' modules.
+_LIBRARIES: Final[dict[str, type[Foreign]]] = {
+    "jax": Jax, "jaxlib": Jax, "mlx": Mlx, "paddle": Paddle, "tensorflow": TensorFlow,
+}  # fmt: skip
 
 
 class CudaArrays(Foreign):
@@ -166,22 +305,41 @@ class CudaArrays(Foreign):
         return device, 0 if handle == _LEGACY_DEFAULT else int(handle)
 
 
-def _as_array(given: Any) -> Array:
+def _as_array(given: Any, function: str) -> Array:
     """An array over the same memory; TypeError if it is none."""
     if isinstance(given, np.ndarray | np.generic):
         return np.asarray(given)
-    with contextlib.suppress(TypeError):
+    with contextlib.suppress(TypeError, BufferError, ValueError):
         return np.asarray(memoryview(given))
-    if hasattr(given, "__dlpack__"):
+    kind = type(given).__name__
+    if not hasattr(given, "__dlpack__"):
+        raise TypeError(
+            f"{function}: {kind} has neither the buffer protocol nor DLPack; pass an array of its values"
+            + (", as its method numpy() gives" if hasattr(given, "numpy") else "")
+        )
+    try:
         return np.from_dlpack(given)
-    raise TypeError(f"{type(given).__name__} has neither the buffer protocol nor DLPack; pass numpy.asarray(...) of it")
+    except Exception as error:
+        what = f"{kind} of dtype {getattr(given, 'dtype', 'unknown')}"
+        raise TypeError(f"{function}: {what} cannot be read: {error}; use one of {list(ALL_DTYPES)}") from error
 
 
 def check_dtype(dtype: np.dtype[Any], moves_bytes: bool) -> None:
     """TypeError for a dtype that cannot be reduced, or, with ``moves_bytes``, not be moved."""
+    check_name(dtype.name if dtype.isnative else repr(dtype), moves_bytes)
+
+
+def check_name(name: str, moves_bytes: bool) -> None:
+    """Likewise by its name."""
     known = ALL_DTYPES if moves_bytes else DTYPES
-    if dtype.name not in known or not dtype.isnative:
-        raise TypeError(f"dtype {dtype!r} is not supported; use one of {list(known)}")
+    if name not in known:
+        raise TypeError(f"dtype {name} is not supported; use one of {list(known)}")
+
+
+def _dtype_name(array: Any) -> str:
+    """NumPy's name of the dtype of an array of any library."""
+    text = str(array.dtype)
+    return text.rpartition(".")[2] if text[0] != "<" else str(array.dtype.name)
 
 
 def _name_of(array: Any) -> str:

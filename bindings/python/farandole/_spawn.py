@@ -49,7 +49,7 @@ def spawn(
 
     from farandole.runner import supervisor
 
-    if "FARANDOLE_RANK" in os.environ or basics.is_initialized():
+    if "FARANDOLE_RANK" in os.environ or basics.find() is not None:
         raise RuntimeError("spawn cannot be called by a rank of a job")
     context = multiprocessing.get_context(start_method)
     key, listener = secrets.token_bytes(32), socket.create_server(("127.0.0.1", 0), backlog=nprocs)

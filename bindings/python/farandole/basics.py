@@ -38,8 +38,8 @@ __all__ = [
 
 _NOT_INITIALIZED = "Farandole has not been initialized; use farandole.init()."
 _FORKED = (
-    "Farandole was initialized before this process was forked and cannot be used in the child: "
-    "call it in the parent process only."
+    "Farandole was initialized before this process was forked and cannot be used in the child, which can only ask "
+    "where its parent stands, as by rank(): call it in the parent process only."
 )
 _ALLREDUCE, _BARRIER, _MAX = 0, 5, 3  # of the C ABI
 _GROUP, _BLOCKS = 1, 4  # of _core.Context.submit()
@@ -118,6 +118,7 @@ class _Process:
     default: Context | None = None
     init_lock = threading.Lock()
     is_forked_child = False
+    parents: Context | None = None  # in a forked child: where the parent stands
     report_path = os.environ.pop("_FARANDOLE_REPORT", "")  # of farandolerun; not for programs that a rank starts
     show_uncaught = staticmethod(sys.excepthook)
 
@@ -170,12 +171,12 @@ def init(
         HorovodInternalError: The job cannot be joined; the message says why. One cause: a rank started this
             process, which inherited the rank's variables.
     """
-    if is_initialized():
+    if find() is not None:
         return
     if _Process.is_forked_child:
         raise HorovodInternalError(_FORKED)
     with _Process.init_lock:
-        if is_initialized():
+        if find() is not None:
             return
         shutdown()  # the rest of one that was interrupted
         with _horovod.settings():
@@ -308,9 +309,14 @@ def current(error: type[Exception] = HorovodInternalError) -> Context:
     return context
 
 
+def _standing() -> Context:
+    """As :func:`current`, but in a forked child its parent's: for questions that need no engine. ValueError."""
+    return find() or _Process.parents or current(ValueError)
+
+
 def topology() -> Topology:
-    """Where this rank stands; ValueError if there is no context."""
-    return current(ValueError).topology
+    """Where this rank stands, or the one that forked this process; ValueError if there is no context."""
+    return _standing().topology
 
 
 @contextlib.contextmanager
@@ -324,13 +330,14 @@ def using(context: Context) -> Iterator[Context]:
 
 
 def is_initialized() -> bool:
-    """Whether collectives can be called."""
-    return find() is not None
+    """Whether this process is a rank, or was forked by one, where collectives are refused."""
+    return (find() or _Process.parents) is not None
 
 
 def rank() -> int:
-    """This process's number, 0 <= rank() < size(). ValueError when not initialized, as in the functions
-    below."""
+    """This process's number, 0 <= rank() < size(); in a forked one, as of a data loader, its parent's.
+
+    ValueError when not initialized, as in the functions below."""
     return topology().rank
 
 
@@ -419,8 +426,7 @@ class ProcessSet:
         """In ascending order; of the global set None before ``init()``."""
         if self._ranks is not None:
             return self._ranks
-        context = find()
-        return None if context is None else list(range(context.topology.size))
+        return list(range(topology().size)) if is_initialized() else None
 
     def size(self) -> int | None:
         """How many ranks are in it; None where it is not registered."""
@@ -539,7 +545,7 @@ def _mpi() -> ctypes.CDLL | None:
     """The plug-in, if this job uses it."""
     try:
         how = os.RTLD_NOLOAD | os.RTLD_LAZY
-        return ctypes.CDLL(str(_MPI_PLUGIN), mode=how) if is_initialized() else None
+        return ctypes.CDLL(str(_MPI_PLUGIN), mode=how) if find() is not None else None
     except OSError:
         return None
 
@@ -587,7 +593,7 @@ gloo_enabled = ddl_built = ccl_built = rocm_built = gloo_built
 
 def is_homogeneous() -> bool:
     """Whether all hosts have the same number of ranks. ValueError when not initialized."""
-    return current(ValueError).is_homogeneous
+    return _standing().is_homogeneous
 
 
 def _is_consequence(error: type[BaseException], facts: Mapping[str, Any]) -> bool:
@@ -666,6 +672,9 @@ if _Process.report_path:
 
 def _become_inert() -> None:
     """In a forked child: no engine thread lives here, so nothing is used and nothing finalised."""
+    context = _of_thread.get() or _Process.default
+    if context is not None and context.core.is_open:
+        _Process.parents = context
     _core.Context.forget_all()
     if _Process.default is not None:
         for reducer in list(_Process.default.reducers):

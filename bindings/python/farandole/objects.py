@@ -1,4 +1,4 @@
-"""Python objects between ranks, pickled by cloudpickle.
+"""Python objects between ranks, as pickles.
 
 An object that cannot be pickled is an error on every rank, reported before anything is waited for.
 Reading a pickle can run code: with FARANDOLE_ALLOW_PICKLE=0 only plain values travel, as JSON.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import pickle
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,8 @@ def broadcast_object(
     """Sends the object of ``root_rank`` to every rank.
 
     Args:
-        obj: Anything that can be pickled; only the root's matters.
+        obj: Anything that can be pickled; only the root's matters. Its classes and functions arrive as this rank's own
+            where it has them, also those of the script.
         root_rank: Among all ranks, also with a process set; the same on all ranks.
         name: The same on all ranks; None: matched by the order of the unnamed calls.
         process_set: The ranks that take part, of which this one is.
@@ -142,9 +142,9 @@ def _text(error: Exception | None) -> str | None:
 def _dumps(obj: Any) -> memoryview:
     written = io.BytesIO()
     if _pickles_are_allowed():
-        import cloudpickle
+        from farandole import _pickles  # here: farandolerun starts without cloudpickle
 
-        cloudpickle.dump(obj, written)
+        _pickles.dump(obj, written)
     else:
         written.write(json.dumps(_tagged(obj)).encode())
     return written.getbuffer()
@@ -153,7 +153,9 @@ def _dumps(obj: Any) -> memoryview:
 def _loads(content: _Bytes) -> Any:
     """The inverse on every rank: the setting is the same on all of them."""
     if _pickles_are_allowed():
-        return pickle.loads(content.data)
+        from farandole import _pickles
+
+        return _pickles.load(content.data)
     return _untagged(json.loads(content.tobytes()))
 
 

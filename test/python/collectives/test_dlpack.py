@@ -57,23 +57,6 @@ def test_immutable_arrays_give_new_ones_of_their_kind():
     assert run_threads(2, body) == [expected] * 2
 
 
-def test_arrays_of_jax_stay_jaxs():
-    jax = pytest.importorskip("jax.numpy")
-
-    def body(rank):
-        for dtype in ("float32", "bfloat16", "int32"):
-            mine = jax.full((2, 3), rank + 1, dtype)
-            for result in (
-                fl.allreduce(mine, op=fl.Sum), fl.broadcast(mine, 1), fl.allgather(mine)[1:],
-                fl.reducescatter(mine, op=fl.Max),
-            ):  # fmt: skip
-                assert isinstance(result, jax.ndarray) and result.dtype == dtype
-            assert fl.allreduce(mine, op=fl.Sum).tolist() == [[3] * 3] * 2
-            assert mine.tolist() == [[rank + 1] * 3] * 2
-
-    run_threads(2, body)
-
-
 # A library with DLPack's C functions, in Python. What it has in memory is NumPy's.
 
 

@@ -1,5 +1,7 @@
 """Every operation with every dtype and reduce op on one to four ranks, of NumPy and of torch."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from ranks import run_threads
 
 MOVED = "bool uint8 int8 int16 int32 int64 float16 float32 float64 uint16 uint32 uint64 complex64 complex128"
 REDUCED = MOVED.split()[:9]
+PAIRS = ["complex64", "complex128"]  # as which they are summed
 TORCH_ONLY = ["bfloat16", "float8_e4m3fn", "float8_e5m2"]
 
 #: op -> what it makes of [size, ...] contributions; integers, so every dtype gives them exactly.
@@ -79,6 +82,12 @@ def test_reductions(size, kind):
                 values = contributions(size, op)
                 for result in reduced_in_every_way(kind, rank, size, dtype, op, values[rank]):
                     assert kind.values(result, dtype) == combine(values).tolist(), (dtype, op)
+        for dtype, op in itertools.product(PAIRS, (fl.Average, fl.Sum)):
+            values = contributions(size, op)
+            values = values + (1 - 2j) * values[:, ::-1]
+            expected = values.sum(0) / (size if op == fl.Average else 1)
+            for result in reduced_in_every_way(kind, rank, size, dtype, op, values[rank]):
+                assert kind.values(result, dtype) == expected.tolist(), (dtype, op)
         for op, combine in OF_BOOL.items():
             values = contributions(size, op) % 2 == 0
             for result in reduced_in_every_way(kind, rank, size, "bool", op, values[rank]):
@@ -118,13 +127,16 @@ def test_moves(size, kind):
 
 @pytest.mark.parametrize("kind", [Numpy(), Torch()], ids=["numpy", "torch"])
 def test_dtypes_that_cannot_be_reduced_are_refused_by_name_with_those_that_can(kind):
-    listed = ".*".join([*REDUCED[:7], "bfloat16", *REDUCED[7:]])
+    listed = ".*".join([*REDUCED[:7], "bfloat16", *REDUCED[7:], *PAIRS])
 
     def body(rank):
-        for dtype in [d for d in kind.dtypes if d not in (*REDUCED, "bfloat16")]:
+        for dtype in [d for d in kind.dtypes if d not in (*REDUCED, *PAIRS, "bfloat16")]:
             for function in (kind.ops.allreduce, kind.ops.reducescatter):
                 with pytest.raises((TypeError, ValueError), match=f"{dtype}.*{listed}"):
                     function(kind.make([[1, 2]], dtype))
+        for dtype, op in itertools.product(PAIRS, (fl.Min, fl.Max, fl.Product)):
+            with pytest.raises(ValueError, match=f"{dtype} is reduced by Sum and by Average only"):
+                kind.ops.allreduce(kind.make([1, 2], dtype), op=op)
         for op in (fl.Average, fl.Sum):
             with pytest.raises((TypeError, ValueError), match="bool"):
                 kind.ops.allreduce(kind.make([True, False], "bool"), op=op)

@@ -8,7 +8,7 @@ import pytest
 import farandole as fl
 import farandole.torch as flt
 from farandole import objects
-from ranks import run_threads
+from ranks import run_forked, run_threads
 
 
 class Refuses:
@@ -29,9 +29,7 @@ def test_objects_arrive_equal_and_the_root_keeps_its_own(size):
         assert flt.broadcast_object("whole" if rank == 0 else None) == "whole"
         gathered = fl.allgather_object(mine)
         assert [item["rank"] for item in gathered] == list(range(size))
-        assert flt.allgather_object("x" * 100 * rank, name="texts") == [
-            "x" * 100 * r for r in range(size)
-        ]
+        assert flt.allgather_object("x" * 100 * rank, name="texts") == ["x" * 100 * r for r in range(size)]
 
     run_threads(size, body)
 
@@ -43,6 +41,57 @@ def test_functions_travel_where_cloudpickle_is_installed():
         return fl.broadcast_object((lambda x: x + 10 * rank) if rank == 1 else None, 1)(2)
 
     assert run_threads(2, body) == [12, 12]
+
+
+def test_classes_and_functions_of_the_script_arrive_as_the_receivers_own():
+    script = """
+        import dataclasses, enum, pickle, threading
+        import torch
+        import farandole.torch as hvd
+        class Mode(enum.Enum):
+            TRAIN = 1
+        @dataclasses.dataclass
+        class Config:
+            lr: float
+            class Error(Exception): pass
+        def function(): return lock
+        lock = threading.Lock()
+        hvd.init(address="env://")
+        if hvd.rank() == 0:
+            class Missing:
+                def made(self): return Config(1), Missing, Mode.TRAIN
+            class Unsendable:
+                def lock(self): return lock
+        def is_ours(mode, config, error, found, keyed):
+            kinds = mode is Mode.TRAIN and config == Config(0.5) and type(error) is Config.Error
+            return kinds and found is function and keyed[Mode.TRAIN] == 1
+        mine = (Mode.TRAIN, Config(0.5), Config.Error("x"), function, {Mode.TRAIN: 1})
+        tell(is_ours(*hvd.broadcast_object(mine if hvd.rank() == 0 else None)))
+        tell(all(is_ours(*each) for each in hvd.allgather_object(mine)))
+        parameter = torch.nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        optimizer.state[parameter][Mode.TRAIN] = mine
+        hvd.broadcast_optimizer_state(optimizer)
+        tell(is_ours(*optimizer.state[parameter][Mode.TRAIN]))
+        state = hvd.elastic.ObjectState(mine=mine)
+        state.sync()
+        tell(is_ours(*state.mine))
+        # What only the sender has:
+        sent = [Missing(), Missing, Config(1), lambda: Config] if hvd.rank() == 0 else None
+        one, kind, config, call = hvd.broadcast_object(sent)
+        made, own, mode = one.made()
+        tell(made == config == Config(1) and own is kind is type(one) and mode is Mode.TRAIN and call() is Config)
+        tell(hvd.allgather_object(kind)[1] is kind)  # and back
+        try:
+            tell(type(hvd.broadcast_object(Unsendable() if hvd.rank() == 0 else None)).__name__)
+        except pickle.UnpicklingError as error:
+            tell(error)
+    """
+    root, other = (text.splitlines() for text in run_forked(2, script))
+    assert root == ["True"] * 6 + ["Unsendable"]
+    assert other[:6] == ["True"] * 6
+    assert "Unsendable of the sender's script is not in this rank's" in other[6]
+    assert "cannot pickle '_thread.lock' object" in other[6]
 
 
 CALLS = {

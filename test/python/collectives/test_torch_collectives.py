@@ -8,6 +8,7 @@ import torch
 
 import farandole
 import farandole.torch as fl
+from farandole import _core
 from farandole.torch import _codecs
 from ranks import run_threads
 
@@ -178,6 +179,41 @@ def test_broadcast_parameters_takes_state_dicts_pairs_and_lists():
         assert tensors[0].tolist() == [1, 1] and tensors[1].item() == 1
 
     run_threads(2, body)
+
+
+def test_an_expanded_tensor_gets_a_result_that_fits_in_its_memory():
+    def body(rank):
+        small = torch.full((1, 2), float(rank))
+        fl.broadcast_parameters({"weight": torch.ones(2), "expanded": small.expand(3, 2)}, 1)
+        assert small.tolist() == [[1, 1]]
+        mine = torch.full((1,), float(rank)).expand(2)
+        assert fl.allreduce_(mine, op=fl.Sum) is mine and mine.tolist() == [1, 1]
+        other = torch.tensor([1.0, 2.0]) if rank == 0 else torch.zeros(1).expand(2)
+        if rank == 0:
+            return fl.broadcast_(other, 0).tolist()
+        with pytest.raises(ValueError, match=r"shape \[2\] and strides \[0\].*share memory"):
+            fl.broadcast_(other, 0)
+        return other.tolist()
+
+    assert run_threads(2, body) == [[1, 2], [0, 0]]
+
+
+def test_no_dtype_of_torch_arrives_as_another():
+    def body(rank):
+        moved = set()
+        for name, dtype in vars(torch).items():
+            if not isinstance(dtype, torch.dtype):
+                continue
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # of torch: there is no such tensor
+                mine = torch.zeros(16, dtype=torch.uint8).view(dtype)
+                try:
+                    assert fl.broadcast(mine, 0).dtype is dtype
+                    moved.add(str(dtype).removeprefix("torch."))
+                except ValueError as error:
+                    assert f"{dtype} is not supported" in str(error), name
+        return moved
+
+    assert run_threads(2, body)[0] == set(_core.dtypes)
 
 
 def test_broadcast_parameters_refuses_what_is_not_a_model():

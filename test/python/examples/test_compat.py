@@ -127,13 +127,25 @@ def test_modules_have_the_names_that_scripts_import(module, monkeypatch):
     assert missing == []
 
 
+@pytest.mark.parametrize("module", ["horovod", "horovod.torch.mpi_ops", "horovod.common.util"])
+def test_other_private_names_are_refused_with_a_reason(module, monkeypatch):
+    monkeypatch.syspath_prepend(PATH)
+    with pytest.raises(ImportError, match=f"cannot import name '_handle_map' from '{module}': this is Farandole's"):
+        exec(f"from {module} import _handle_map")
+    assert not hasattr(importlib.import_module(module), "_handle_map")
+
+
 def test_the_optimizer_reduces_in_step_as_horovods():
     lines = job("""
         import torch, warnings
         import horovod.torch as hvd
+        from horovod.torch.optimizer import _DistributedOptimizer  # as Ludwig and Ray Train do
         hvd.init()
         p = torch.nn.Parameter(torch.zeros(1))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)])
+        plain = torch.optim.SGD([p], lr=1.0)
+        assert not isinstance(plain, _DistributedOptimizer)
+        optimizer = hvd.DistributedOptimizer(plain, [("p", p)])
+        assert isinstance(optimizer, _DistributedOptimizer)
         (p * (1 + hvd.rank())).sum().backward()
         optimizer.synchronize()
         grad = p.grad.item()

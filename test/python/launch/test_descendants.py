@@ -200,7 +200,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv, "again"])
     assert len(refusals(done.stdout)) == 2, done.stdout
 
 
-def test_all_questions_in_a_forked_child_say_the_same(tmp_path):
+def test_a_forked_child_says_where_its_parent_stands_and_refuses_the_rest(tmp_path):
     output = run_job(
         tmp_path,
         f"""
@@ -210,19 +210,25 @@ def text(call):
     except (fl.HorovodInternalError, ValueError) as error:
         return str(error)
 
+def place():
+    numbers = fl.rank(), fl.size(), fl.local_rank(), fl.local_size(), fl.cross_rank(), fl.cross_size()
+    everyone = fl.global_process_set
+    sets = everyone.rank(), everyone.size(), everyone.ranks, everyone.included(), own.rank(), own.size(), own.ranks
+    return fl.is_initialized(), fl.is_homogeneous(), *numbers, *sets
+
 def child(queue):
-    queue.put({{text(call) for call in (
-        fl.init, fl.rank, fl.size, fl.local_rank, fl.cross_size, fl.counters,
-        lambda: fl.allreduce(np.ones(1)),
-    )}})
+    queue.put({{text(call) for call in (fl.init, fl.counters, lambda: fl.allreduce(np.ones(1)))}})
+    queue.put(place())
 
 if __name__ == "__main__":
     fl.init()
+    own = [fl.add_process_set([rank]) for rank in range(2)][fl.rank()]
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
     process = context.Process(target=child, args=(queue,))
     process.start()
     (said,) = queue.get()
+    assert queue.get() == place()
     process.join()
     assert "forked" in said and "'spawn'" not in said, said
 {EPILOGUE}""",

@@ -148,13 +148,13 @@ def test_a_forked_child_is_inert():
                 try:
                     fl.init()
                 except fl.HorovodInternalError as error:
-                    queue.put((fl.is_initialized(), "forked" in str(error)))
+                    queue.put((fl.is_initialized(), fl.rank(), "forked" in str(error)))
             context = multiprocessing.get_context("fork")
             queue = context.SimpleQueue()
             process = context.Process(target=child, args=(queue,))
             process.start()
             process.join()
-            assert process.exitcode == 0 and queue.get() == (False, True)
+            assert process.exitcode == 0 and queue.get() == (True, fl.rank(), True)
             if os.fork() == 0:
                 sys.exit(0)  # runs atexit
             os.wait()
@@ -268,14 +268,21 @@ def test_data_loader_workers_may_fork():
         import torch
         import farandole.torch as fl
         fl.init()
-        data = torch.utils.data.TensorDataset(torch.arange(16.0))
-        loader = torch.utils.data.DataLoader(data, batch_size=4, num_workers=2,
-                                             multiprocessing_context="fork")
-        total = sum(fl.allreduce(part.sum(), op=fl.Sum).item() for (part,) in loader)
-        tell(total)
+        class Shard(torch.utils.data.IterableDataset):  # as it may be written for Horovod
+            def __iter__(self):
+                worker = torch.utils.data.get_worker_info()
+                first = fl.rank() * worker.num_workers + worker.id
+                yield from torch.arange(16.0)[first :: fl.size() * worker.num_workers]
+        loader = torch.utils.data.DataLoader(Shard(), batch_size=4, num_workers=2, multiprocessing_context="fork")
+        for part in loader:
+            tell(part.tolist())
+            tell(fl.allreduce(part.sum(), op=fl.Sum).item())
         """,
     )
-    assert told == ["240.0"] * 2
+    assert told == [
+        "[0.0, 4.0, 8.0, 12.0]\n56.0\n[1.0, 5.0, 9.0, 13.0]\n64.0",
+        "[2.0, 6.0, 10.0, 14.0]\n56.0\n[3.0, 7.0, 11.0, 15.0]\n64.0",
+    ]
 
 
 @pytest.mark.once

@@ -128,16 +128,17 @@ def test_jobs_leave_no_descriptors_behind():
     assert count() == before
 
 
-def test_a_thread_can_run_a_job_and_a_text_stream_gets_its_lines():
+def test_a_thread_can_run_a_job_with_classes_of_the_script_and_a_text_stream_gets_its_lines():
     script = """
 import io, sys, threading
 from farandole.runner import run
 sys.stdout = io.StringIO()
+class Result: pass
 results = []
-thread = threading.Thread(target=lambda: results.extend(run(lambda: print("hello") or 7, np=2)))
+thread = threading.Thread(target=lambda: results.extend(run(lambda: print("hello") or Result(), np=2)))
 thread.start()
 thread.join()
-print(results, sorted(sys.stdout.getvalue().splitlines()), file=sys.__stdout__)
+print([type(result) is Result for result in results], sorted(sys.stdout.getvalue().splitlines()), file=sys.__stdout__)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "[7, 7] ['[0] hello', '[1] hello']\n", done.stderr
+    assert done.stdout == "[True, True] ['[0] hello', '[1] hello']\n", done.stderr

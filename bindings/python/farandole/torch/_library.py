@@ -17,8 +17,10 @@ from farandole import _core
 from farandole.torch import _compat
 
 ALL_DTYPES: Final = _core.dtypes
-DTYPES: Final = ALL_DTYPES[:10]  # that can be reduced
+DTYPES: Final = ALL_DTYPES[:10]  # that the core can reduce
+REDUCED: Final = (*DTYPES, "complex64", "complex128")  # by Sum and Average also complex ones, as pairs
 DTYPE_NUMBERS: Final[dict[torch.dtype, int]] = {getattr(torch, name): number for number, name in enumerate(DTYPES)}
+PAIRS: Final = {torch.complex64: torch.float32, torch.complex128: torch.float64}  # summed as pairs of these
 
 
 class Torch:
@@ -26,6 +28,10 @@ class Torch:
 
     is_mutable = True
     is_lazy = True
+    #: As int4 and uint1, of which DLPack says int8 and uint8.
+    opaque_dtypes = frozenset(each for each in vars(torch).values() if isinstance(each, torch.dtype)) - {
+        getattr(torch, name, None) for name in ALL_DTYPES
+    }
 
     def canonical(self, tensors: Sequence[Any], function: str, in_place: bool, moves_bytes: bool) -> list[torch.Tensor]:
         """The tensors in canonical order; TypeError for what is no dense tensor, ValueError for a
@@ -33,7 +39,7 @@ class Torch:
         del in_place
         for tensor in tensors:
             check_dense(tensor)
-            _check_dtype(tensor.dtype, ALL_DTYPES if moves_bytes else DTYPES)
+            _check_dtype(tensor.dtype, ALL_DTYPES if moves_bytes else REDUCED)
             if tensor.device != tensors[0].device:
                 raise ValueError(
                     f"{function}: tensors on {tensors[0].device} and on {tensor.device}; those of "
@@ -120,7 +126,7 @@ count_owners, SOLE_OWNER = _owner_count()
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
-    """Whether elements share memory, as those of ``expand()`` do: torch writes to no such tensor."""
+    """Whether elements share memory, as those of ``expand()`` do: torch copies to no such tensor."""
     return any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
@@ -136,7 +142,23 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
             _compat.increment_version(target)
         return
     with torch.no_grad():
-        target.detach().copy_(use_here(source))
+        target, source = target.detach(), use_here(source)
+        if is_expanded(target):
+            target, source = _without_copies(target, source)
+        target.copy_(source)
+
+
+def _without_copies(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each element of an expanded tensor one, and what it gets; ValueError if that is not one value."""
+    first = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in target.stride())
+    values = source[first].expand_as(source)
+    if not ((source == values) | (source != source) & (values != values)).all():
+        raise ValueError(
+            f"the result cannot be written to a tensor of shape {list(target.shape)} and strides "
+            f"{list(target.stride())}: elements of it share memory, and the result has other values for them; "
+            "pass tensor.clone()"
+        )
+    return target[first], source[first]
 
 
 def use_here(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from farandole.torch.compression import PowerSGD
 
 def suits(parameter: torch.Tensor, rank: int) -> bool:
     """Whether two matrices of that rank have at most half of the parameter's elements."""
-    if parameter.dim() < 2 or parameter.numel() == 0:
+    if parameter.dim() < 2 or parameter.numel() == 0 or parameter.is_complex():
         return False
     rows = parameter.shape[0]
     columns = parameter.numel() // rows

@@ -101,8 +101,9 @@ def name_parameters(
     return named
 
 
-def refuse_irreducible(named: Named) -> None:
+def refuse_irreducible(named: Named, takes_complex: bool = True) -> None:
     """Raises ValueError for a parameter whose gradients cannot be reduced: where it is, or its dtype."""
+    known = _library.REDUCED if takes_complex else _library.DTYPES
     for name, parameter in named:
         if not is_live(parameter):
             continue
@@ -111,10 +112,10 @@ def refuse_irreducible(named: Named) -> None:
             _library.check_device(parameter)
         except (TypeError, ValueError) as error:
             raise ValueError(f'parameter "{name}": {error}') from None
-        if parameter.dtype not in _library.DTYPE_NUMBERS:
+        if str(parameter.dtype).removeprefix("torch.") not in known:
             raise ValueError(
                 f'parameter "{name}" is of dtype {parameter.dtype}, which cannot be reduced '
-                f"(only {', '.join(_library.DTYPES)}): freeze it, give it to an optimizer that is "
+                f"(only {', '.join(known)}): freeze it, give it to an optimizer that is "
                 "not wrapped, or pass a compression= class that makes another dtype of it"
             )
 

@@ -466,6 +466,8 @@ class GradientReducer:
         if codec is not None:
             return codec.describe()
         shape = _codecs.wire_shape(slot.parameter, slot.is_channels_last)
+        if slot.dtype in _library.PAIRS:
+            return _core.GradientDescription(_library.number_of(_library.PAIRS[slot.dtype]), [*shape, 2])
         return _core.GradientDescription(_library.number_of(slot.dtype), shape)
 
     # One gradient that the slots leave to Python.
@@ -491,7 +493,7 @@ class GradientReducer:
             return packed
         order = _codecs.memory_format(memory.dim(), slot.is_channels_last)
         wire = memory.detach().to(self._default_device.device)
-        return wire.resolve_neg().contiguous(memory_format=order)
+        return wire.resolve_conj().resolve_neg().contiguous(memory_format=order)
 
     def copy_in(self, gradient: torch.Tensor, stream: _codecs.Stream) -> torch.Tensor:
         """A copy of the gradient, made in ``stream``, in which it was accumulated itself."""
@@ -508,10 +510,11 @@ class GradientReducer:
         self.check_look(slot)
         grad = slot.parameter.grad
         if grad is not None and slot.has_changed():
-            is_replaced = grad is not slot.sent
+            what = "replaced" if grad is not slot.sent else "changed in place"
+            if what == "changed in place" and grad._base is not None:
+                what += ", or another view of the same buffer was,"
             raise ValueError(
-                f'the gradient of "{slot.name}" was {"replaced" if is_replaced else "changed in place"}'
-                " while it was in flight: call optimizer.synchronize() before"
+                f'the gradient of "{slot.name}" was {what} while it was in flight: call optimizer.synchronize() before'
             )
 
     def check_look(self, slot: _core.GradientSlot) -> None:
@@ -551,6 +554,8 @@ class GradientReducer:
 
     def receive_new(self, slot: _core.GradientSlot, wire: torch.Tensor) -> None:
         """Gives the parameter the result of the other ranks: it has no gradient, or a sparse one."""
+        if slot.dtype in _library.PAIRS and slot.codec is None:
+            wire = torch.view_as_complex(wire)
         if slot.is_channels_last and slot.codec is None:
             wire = wire.movedim(-1, 1)
         result = self._unpacked(slot, _library.own_here(wire))

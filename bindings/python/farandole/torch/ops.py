@@ -62,7 +62,7 @@ def allreduce(
         compression: How float32 and float64 travel: a choice of ``Compression``, or a class of your
             own with ``compress(tensor) -> (tensor, context)`` and ``decompress(tensor, context)``.
         op: Average (default), Sum, Min, Max or Product. Averages of integers are exact, then
-            truncate toward zero; bool knows Min, Max and Product.
+            truncate toward zero; bool knows Min, Max and Product, complex numbers Average and Sum.
         prescale_factor: Multiplies every contribution.
         postscale_factor: Multiplies the result.
         process_set: The ranks that take part, of which this one is.
@@ -519,10 +519,7 @@ def _gradients(
     if how.kind == ops.ALLTOALL:
         (back,) = _run(how, of_results, name, splits=rows[0])
         return [torch.cat([back, back.new_zeros(shape[0] - len(back), *shape[1:])])]
-    real = [torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in of_results]
-    means = _run(options(ops.ALLREDUCE, ops.reduction(Average)), real, name)
-    pairs = zip(means, of_results, strict=True)
-    means = [torch.view_as_complex(m) if g.is_complex() else m for m, g in pairs]
+    means = _run(options(ops.ALLREDUCE, ops.reduction(Average)), of_results, name)
     if how.kind == ops.ALLGATHER:
         own = [(sum(each[:rank]), each[rank]) for each in rows]
         return [mean.narrow(0, *mine) for mean, mine in zip(means, own, strict=True)]

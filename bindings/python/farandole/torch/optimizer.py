@@ -154,7 +154,7 @@ def DistributedOptimizer(
     if wrapped is not None and not wrapped.is_over:
         raise ValueError("this optimizer is wrapped already")
     _parameters.refuse_other_wrappers(named)
-    basics.topology()  # raises where there is none
+    basics.current(ValueError)  # raises where there is none
     if gradient_as_bucket_view and share_gradients:
         raise ValueError("share_gradients=True makes views needless: leave gradient_as_bucket_view out")
     steps: Steps
@@ -164,7 +164,7 @@ def DistributedOptimizer(
             raise ValueError(
                 f"{name}=True is for gradients, which op=Adasum does not reduce: it combines the optimizers' steps"
             )
-        _parameters.refuse_irreducible(named)
+        _parameters.refuse_irreducible(named, takes_complex=False)
         adapt_scalers()
         steps = AdasumSteps(optimizer, compression, process_set)
     else:

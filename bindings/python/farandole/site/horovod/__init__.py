@@ -47,6 +47,12 @@ class _Modules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds and makes the modules of the table."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        package, _, leaf = name.rpartition(".")
+        if leaf[0] == "_" != leaf[1:2] and (package == "horovod" or package in _SOURCES):  # from package import _leaf
+            raise ImportError(
+                f"cannot import name {leaf!r} from {package!r}: this is Farandole's, version {farandole.__version__}, "
+                "in place of Horovod's, and has its public names only"
+            )
         if name not in _SOURCES:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
@@ -56,6 +62,8 @@ class _Modules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         public = getattr(source, "__all__", [name for name in vars(source) if name[0] != "_"])
         names = {name: getattr(source, name) for name in public}
         names |= {name: change(names[name]) for name, change in _CHANGES.items() if name in names}
+        if module.__name__ == "horovod.torch.optimizer":
+            module.__dict__["_DistributedOptimizer"] = source.Distributed  # for isinstance()
         module.__dict__.update(names, __all__=list(names), _basics=module, _check_has_gpu=gpu_available)
         module.__doc__ = f"{module.__name__} of Horovod, over Farandole."
         if module.__name__ == "horovod.torch":  # which has its submodules as attributes
