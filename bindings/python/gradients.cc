@@ -1,3 +1,4 @@
+// One file: the class and its slots, called for every gradient, with their helpers.
 #include "bindings/python/gradients.h"
 
 #include <pybind11/stl.h>
