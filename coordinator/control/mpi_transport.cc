@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "coordinator/control/gather_text.h"
+#include "coordinator/control/graces.h"
 #include "ops/p2p/mpi/link.h"
 
 namespace farandole {
@@ -27,8 +28,6 @@ constexpr int64_t kIdleAfterNs = 100 * kNsPerMs;
 constexpr int64_t kIdlePollNs = 10 * kNsPerMs;
 // That one Poll takes at most: 256 KB, as much as a step of a data plane moves.
 constexpr int kSlicesPerPoll = 64;
-// Rank 0 reports who is missing to the others; they wait this much longer than it does.
-constexpr int64_t kGatherGraceNs = 500 * kNsPerMs;
 
 // A buffer that only grows, so that alternating sizes neither allocate nor clear memory.
 class GrowingBuffer {

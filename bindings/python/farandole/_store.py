@@ -38,7 +38,9 @@ class _Call:
 
     def __init__(self, what: object, function: Callable[[], Any]) -> None:
         self.what, self.is_done = what, threading.Event()
-        self._function, self._error, self._value = function, None, None
+        self._function = function
+        self._error: BaseException | None = None
+        self._value: Any = None
         threading.Thread(target=self._run, name="farandole-store", daemon=True).start()
 
     def _run(self) -> None:
