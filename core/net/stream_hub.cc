@@ -309,19 +309,21 @@ void StreamHub::AcceptFrom(int listener) {
   }
 }
 
-// The oldest that has not said a word goes first: a rank says its hello at once. The youngest may
-// be ranks, of which many come at a time; others wait in the kernel meanwhile.
+// The oldest that has not said a word goes first, else the oldest: a rank says its hello at once.
+// The youngest may be ranks, of which many come at a time; others wait in the kernel meanwhile.
 bool StreamHub::MakeRoom() {
+  const int64_t now_ns = options_.clock->NowNs();
   size_t count = 0;
   Connection* oldest = nullptr;
   for (const auto& [id, one] : connections_) {
     if (!one->pending()) continue;
     ++count;
+    if (now_ns < one->deadline_ns - kProofNs + kSilenceNs) continue;
     const bool is_silent = !one->handshake->heard_anything();
     if (oldest == nullptr || (is_silent && oldest->handshake->heard_anything())) oldest = one.get();
   }
   if (count < kMaxPending) return true;
-  if (options_.clock->NowNs() < oldest->deadline_ns - kProofNs + kSilenceNs) return false;
+  if (oldest == nullptr) return false;
   Refuse(*oldest, "made way for a further connection before it had proven the job's key");
   Close(oldest->id);
   return true;

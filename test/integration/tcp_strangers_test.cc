@@ -44,6 +44,10 @@ class Stranger {
     }
     return false;
   }
+  bool IsClosedYet() const {
+    pollfd ready{socket_, POLLIN, 0};
+    return poll(&ready, 1, 0) > 0 && Hear(256).empty();
+  }
 
  private:
   int socket_;
@@ -108,6 +112,22 @@ TEST_F(TcpStrangers, WhoSaysNothingOrHardlyAnythingIsClosedIn2Seconds) {
     EXPECT_TRUE(silent.IsClosed());
     EXPECT_TRUE(slow.IsClosed());
     EXPECT_GT(SteadyClock().NowNs() - begin_ns, kNsPerSecond);
+  });
+}
+
+TEST_F(TcpStrangers, TheOldestMakesWayEvenIfAYoungerOneIsSilent) {
+  Visit([](const SocketAddress& address) {
+    std::vector<std::unique_ptr<Stranger>> slow;
+    for (int i = 0; i < 63; ++i) {
+      slow.push_back(std::make_unique<Stranger>(address));
+      Handshake handshake = Handshake::Connect(TestParty(), {StreamRole::kControl, 1}, 0);
+      slow.back()->Say(ByteSpan(handshake.TakeOutput()).first(31));
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(500));  // all are older than 100 ms
+    const Stranger silent(address);
+    const Stranger further(address);
+    EXPECT_TRUE(slow.front()->IsClosed());
+    EXPECT_FALSE(silent.IsClosedYet());
   });
 }
 
