@@ -114,7 +114,8 @@ def test_a_store_of_torch_joins_a_job_twice():
     assert all(output.count("of 2: 3") == 2 for output in outputs)
 
 
-def test_a_store_of_three_functions_joins_a_job(tmp_path):
+@pytest.mark.parametrize("latency_s", [0, 0.15])  # as of a store far away
+def test_a_store_of_three_functions_joins_a_job(tmp_path, latency_s):
     script = f"""
         import pathlib
         class Store:
@@ -123,8 +124,10 @@ def test_a_store_of_three_functions_joins_a_job(tmp_path):
                 (self.folder / (key + ".new")).write_text(value)
                 (self.folder / (key + ".new")).rename(self.folder / key)
             def get(self, key):
+                time.sleep({latency_s})
                 return (self.folder / key).read_bytes()
             def wait(self, keys, timeout):
+                time.sleep({latency_s})
                 until = time.monotonic() + timeout.total_seconds()
                 while not all((self.folder / key).exists() for key in keys):
                     if time.monotonic() > until:
