@@ -345,6 +345,25 @@ def test_a_key_that_does_not_come_holds_init_no_longer_than_its_limit():
     assert "FARANDOLE_KEY_FD=" in output and "only 0 of 32 bytes have come" in output
 
 
+def test_an_interrupted_wait_for_the_key_goes_on_with_the_next_init():
+    address = f"127.0.0.1:{free_port()}"
+    script = f"""
+        import signal
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        secret, write = os.pipe()
+        os.write(write, bytes(10))
+        os.environ["FARANDOLE_KEY_FD"] = str(secret)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            fl.init(rank=R, size=N, address="{address}")
+        except KeyboardInterrupt:
+            os.write(write, bytes(22))
+        fl.init(rank=R, size=N, address="{address}")
+        check()
+    """
+    expect_sums(2, run(2, script))
+
+
 def test_the_listening_socket_of_rank_0_stays_its_own_between_two_jobs():
     port = free_port()
     script = f"""
