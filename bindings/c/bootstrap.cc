@@ -159,7 +159,7 @@ class Bootstrap::RelayedStore final : public Store {
     return Ask({key, std::nullopt}, timeout_ns);
   }
 
-  // The user's code runs without the lock. The joiner may have given up its request meanwhile.
+  // The user's code runs without the lock. The joiner may have another request meanwhile.
   void Serve() {
     std::unique_lock lock(mutex_);
     if (!request_ || answer_) return;
@@ -195,18 +195,24 @@ class Bootstrap::RelayedStore final : public Store {
     return status.ok() ? Result<std::string>(std::string()) : Result<std::string>(status);
   }
 
+  // A Get that is asked for again is the same request: where its answer takes longer than the
+  // joiner waits at a time, it counts for whichever wait it comes in.
   Result<std::string> Ask(Request request, int64_t timeout_ns) {
     std::unique_lock lock(mutex_);
     const std::string key = request.key;
-    request_ = std::move(request);
-    ++number_;
-    answer_.reset();
+    const bool is_set = request.value.has_value();
+    if (is_set || !request_ || request_->value || request_->key != key) {
+      request_ = std::move(request);
+      ++number_;
+      answer_.reset();
+    }
     ask_();
-    const bool is_set = request_->value.has_value();
     const auto limit = std::chrono::nanoseconds(std::max<int64_t>(timeout_ns, 0));
     changed_.wait_for(lock, limit, [this] { return answer_.has_value() || is_closed_; });
-    request_.reset();
-    if (answer_) return *std::exchange(answer_, std::nullopt);
+    if (answer_) {
+      request_.reset();
+      return *std::exchange(answer_, std::nullopt);
+    }
     if (is_closed_) return Aborted("init was given up");
     return Timeout(std::string("init: the store has not ") + (is_set ? "taken" : "given") + " \"" +
                    key + "\" in time");

@@ -316,7 +316,8 @@ bool Context::LeaveAndStop(int64_t timeout_ns, Lifecycle::Parting parting) {
   std::lock_guard lock(shutdown_);
   if (down_) return true;
   if (engine_ == nullptr) {
-    if (bootstrap_ != nullptr) bootstrap_->Abandon();  // there is no engine that could leave
+    // There is no engine that could leave. Another thread may go on with the join from here.
+    if (bootstrap_ != nullptr) std::exchange(bootstrap_, nullptr)->Abandon();
     return down_ = true;
   }
   leaving_ = engine_->Leave(OfThisProcess(std::move(parting)));

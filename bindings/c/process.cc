@@ -14,8 +14,10 @@
 #include <cstring>
 #include <mutex>
 #include <string>
+#include <utility>
 
 #include "core/clock.h"
+#include "core/descriptors.h"
 #include "core/plugin_loader.h"
 #include "ops/cpu/kernels.h"
 
@@ -108,32 +110,31 @@ bool IsReadable(int file, int64_t deadline_ns) {
 
 /// A file that others may read protects nothing. A pipe may stay open behind the key, and nothing
 /// come from it at all.
-Result<std::string> ReadKey(int file, bool is_private, int64_t deadline_ns,
-                            const std::stop_token& stop) {
+/// @param key  What has come before; what comes is appended, also where that is not all.
+Status ReadKey(int file, bool is_private, int64_t deadline_ns, const std::stop_token& stop,
+               std::string& key) {
   struct stat status {};
   if (fstat(file, &status) != 0) return InvalidArgument(std::strerror(errno));
   if (is_private && (status.st_mode & (S_IRWXG | S_IRWXO)) != 0) {
     return InvalidArgument("others than its owner may use this file; its mode should be 0600");
   }
-  std::string key(kKeyBytes + 1, '\0');  // one more, to see whether there is more
-  size_t size = 0;
-  while (size < key.size()) {
-    if (!IsReadable(file, size == kKeyBytes ? 0 : deadline_ns)) {
-      if (size == kKeyBytes) break;
+  char bytes[kKeyBytes + 1];
+  while (key.size() <= kKeyBytes) {  // one more, to see whether there is more
+    if (!IsReadable(file, key.size() == kKeyBytes ? 0 : deadline_ns)) {
+      if (key.size() == kKeyBytes) break;
       if (stop.stop_requested()) return Aborted("init was given up");
       if (SteadyClock().NowNs() < deadline_ns) continue;
-      return Timeout("only " + std::to_string(size) +
+      return Timeout("only " + std::to_string(key.size()) +
                      " of 32 bytes have come within the init timeout, and it is not closed");
     }
-    const ssize_t count = read(file, key.data() + size, key.size() - size);
+    const ssize_t count = read(file, bytes, sizeof bytes - key.size());
     if (count < 0 && errno == EINTR) continue;
     if (count < 0) return InvalidArgument(std::strerror(errno));
     if (count == 0) break;
-    size += static_cast<size_t>(count);
+    key.append(bytes, static_cast<size_t>(count));
   }
-  if (size != kKeyBytes) return InvalidArgument("it does not hold 32 bytes");
-  key.resize(kKeyBytes);
-  return key;
+  if (key.size() != kKeyBytes) return InvalidArgument("it does not hold 32 bytes");
+  return {};
 }
 
 }  // namespace
@@ -179,6 +180,7 @@ Result<std::string> KeyOfProcess(const Launcher& launcher, int64_t deadline_ns,
                                  const std::stop_token& stop) {
   static std::mutex mutex;
   static std::string key;
+  static std::string received;  // by a join that was given up: the next one reads on
   const std::lock_guard lock(mutex);
   const bool is_descriptor = launcher.key_descriptor >= 0;
   if (!is_descriptor && launcher.key_file.empty()) return key;
@@ -189,10 +191,14 @@ Result<std::string> KeyOfProcess(const Launcher& launcher, int64_t deadline_ns,
                        ? launcher.key_descriptor
                        : open(launcher.key_file.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (file < 0) return InvalidArgument(name + ": " + std::strerror(errno));
-  Result<std::string> read = ReadKey(file, !is_descriptor, deadline_ns, stop);
+  if (!is_descriptor) received.clear();
+  const Status read = ReadKey(file, !is_descriptor, deadline_ns, stop, received);
+  const bool is_partial = read.code() == Code::kAborted || read.code() == Code::kTimeout;
+  if (is_descriptor && is_partial) return Status(read.code(), name + ": " + read.message());
   close(file);
-  if (!read.ok()) return Status(read.status().code(), name + ": " + read.status().message());
-  key = std::move(read).value();
+  const std::string all = std::exchange(received, {});
+  if (!read.ok()) return Status(read.code(), name + ": " + read.message());
+  key = all;
   unsetenv(kKeyDescriptor);
   return key;
 }
@@ -215,8 +221,7 @@ Result<int> ListenerOfProcess(const Launcher& launcher) {
   if (kept < 0 || launcher.rank != 0 || launcher.address != kept_address) return -1;
   const int copy = fcntl(kept, F_DUPFD_CLOEXEC, 0);
   if (copy >= 0) return copy;
-  return ResourceExhausted("the listening socket " + std::to_string(kept) +
-                           " cannot be copied: " + std::strerror(errno));
+  return SystemError("the listening socket " + std::to_string(kept) + " cannot be copied", errno);
 }
 
 void MpiContextStarted() { open_contexts.fetch_add(1); }

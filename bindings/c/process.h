@@ -32,12 +32,12 @@ bool IsRankProcess();
 /// The job's key, 32 bytes, or empty. What the launcher handed over is read once, and its variable
 /// is removed from the environment; later calls give the same.
 /// @return InvalidArgument saying what is wrong with the descriptor or the file; Timeout if a pipe
-/// does not give it until `deadline_ns`; Aborted if stopped.
+/// does not give it until `deadline_ns`; Aborted if stopped: a later call then reads on.
 Result<std::string> KeyOfProcess(const Launcher& launcher, int64_t deadline_ns,
                                  const std::stop_token& stop);
 /// A copy, which is the caller's, of the launcher's listening socket for rank 0; -1: none. The
 /// process keeps the socket, so that nobody else gets the port while it is in no job.
-/// @return InvalidArgument for what is no open descriptor.
+/// @return InvalidArgument for what is no open descriptor; else as SystemError.
 Result<int> ListenerOfProcess(const Launcher& launcher);
 
 /// How many contexts use MPI: it is finalised at exit only if as many have ended well as have

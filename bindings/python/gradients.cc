@@ -447,7 +447,10 @@ void Gradients::Open() {
 /// added to one in flight, which is so in a round that an earlier pass left open, nor to a sum.
 void Gradients::BeforeAccumulation(int32_t index) {
   GradientSlot& slot = *slots_[static_cast<size_t>(index)];
-  if (slot.gradient().is_none()) slot.is_fresh = true;
+  if (slot.gradient().is_none()) {
+    slot.is_fresh = true;
+    slot.additions = nullptr;  // of a view that is gone
+  }
   const bool is_let_in = task && !task.is_none() && (!is_open_ || is_running) &&
                          (settings_.is_average || !slot.reduced);
   if (is_let_in && Call(torch_.current_task).equal(task)) return;

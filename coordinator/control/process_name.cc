@@ -40,11 +40,11 @@ std::string ProcessName::ToString() const {
 }
 
 // Options of Python that take a word of their own are -W and -X; -c and -m end its options.
-std::string ProgramOf(const std::string& command_line) {
-  const std::vector<std::string> words = WordsOf(command_line);
-  if (words.empty()) return "";
-  const std::string name = BaseName(words[0]);
+std::string ProgramOf(const std::string& executable, const std::string& command_line) {
+  const std::string name = BaseName(executable);
   if (!name.starts_with("python")) return name;
+  const std::vector<std::string> words = WordsOf(command_line);
+  if (words.empty() || !BaseName(words[0]).starts_with("python")) return "";
   for (size_t i = 1; i < words.size(); ++i) {
     const std::string& word = words[i];
     if (!word.starts_with('-')) return BaseName(word);
@@ -56,13 +56,17 @@ std::string ProgramOf(const std::string& command_line) {
 }
 
 ProcessName ThisProcess() {
+  char executable[4096];
+  const ssize_t length = readlink("/proc/self/exe", executable, sizeof executable);
   std::ifstream file("/proc/self/cmdline", std::ios::binary);
   const std::string command_line(std::istreambuf_iterator<char>(file), {});
   ProcessName name;
   name.pid = static_cast<uint32_t>(getpid());
   name.user = geteuid();
   name.host = HostName().substr(0, kMostCharacters);
-  name.program = ProgramOf(command_line).substr(0, kMostCharacters);
+  name.program =
+      ProgramOf({executable, static_cast<size_t>(std::max<ssize_t>(length, 0))}, command_line)
+          .substr(0, kMostCharacters);
   return name;
 }
 

@@ -17,11 +17,12 @@ struct ProcessName {
   bool operator==(const ProcessName&) const = default;
 };
 
-/// This process; its program is read from its command line.
+/// This process.
 ProcessName ThisProcess();
-/// The program of a command line, whose words end with a zero byte each: of an interpreter the
-/// script or module, as "train.py"; empty where it runs text from its command line.
-std::string ProgramOf(const std::string& command_line);
+/// The name of an executable; of Python that of the script or module, as "train.py", from its
+/// command line, whose words end with a zero byte each. Empty where Python runs text of that line,
+/// or where the program has put a title in its place, as "rank 3", which may differ by rank.
+std::string ProgramOf(const std::string& executable, const std::string& command_line);
 /// Whether both cannot be ranks of one job: other users, or other programs that are both known.
 bool AreOfOtherJobs(const ProcessName& a, const ProcessName& b);
 

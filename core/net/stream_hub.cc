@@ -354,7 +354,7 @@ bool StreamHub::AwaitsConnection() const {
   const auto is_awaited = [](const PeerState& peer) {
     return peer.is_expected && peer.in == 0 && !peer.left && peer.lost.ok();
   };
-  return options_.party.joining || std::ranges::any_of(peers_, is_awaited) ||
+  return joins_are_open_ || std::ranges::any_of(peers_, is_awaited) ||
          std::ranges::any_of(data_, [](const auto& one) { return one.second.awaited; });
 }
 

@@ -217,6 +217,8 @@ TEST(StreamHub, ARankThatCannotAcceptWarnsOnceAndFailsOnlyIfItAwaitsSomebody) {
   options.clock = &clock;
   options.log = &log;
   const std::unique_ptr<StreamHub> hub = std::move(StreamHub::Create(options).value());
+  hub->OpenToJoins(true, 1);
+  hub->OpenToJoins(false, 1);  // all have come
   Listening at = std::move(ListenOn({ParseSocketAddress("127.0.0.1:1").value()}, 0).value());
   ASSERT_TRUE(hub->Listen(at.sockets.front().Release()).ok());
   const int client = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);

@@ -433,6 +433,7 @@ TEST(CAbiWithoutThreads, SaysThatNoThreadCanBeStarted) {
 /// A store of this process, which notes whether another thread than that of a rank calls it.
 class MapStore {
  public:
+  explicit MapStore(std::chrono::milliseconds latency = {}) : latency_(latency) {}
   farandole_store For(std::thread::id caller) {
     const std::lock_guard lock(mutex_);
     users_.push_back({this, caller});
@@ -452,9 +453,8 @@ class MapStore {
     if (rank.caller != std::this_thread::get_id()) rank.store->was_called_by_others_ = true;
     return lock;
   }
-  // The prefix says how many jobs this process has joined, which for two ranks of one differs.
-  static std::string& Value(void* user, std::string_view key) {
-    return static_cast<User*>(user)->store->values_[std::string(key.substr(key.rfind('.') + 1))];
+  static std::string& Value(void* user, const char* key) {
+    return static_cast<User*>(user)->store->values_[key];
   }
   static int Set(void* user, const char* key, const void* value, size_t size) {
     const auto lock = Enter(user);
@@ -468,20 +468,21 @@ class MapStore {
   }
   static int Get(void* user, const char* key, void* value, size_t capacity, size_t* size) {
     const auto lock = Enter(user);
+    std::this_thread::sleep_for(static_cast<User*>(user)->store->latency_);
     const std::string& found = Value(user, key);
     *size = found.size();
     found.copy(static_cast<char*>(value), capacity);
     return FARANDOLE_OK;
   }
 
+  const std::chrono::milliseconds latency_;  // of Get
   std::mutex mutex_;
   std::map<std::string, std::string> values_;
   std::deque<User> users_;
   bool was_called_by_others_ = false;
 };
 
-TEST(InitOptions, JoinRanksOverTcpByAStoreThatOnlyTheThreadInInitCalls) {
-  MapStore store;
+void JoinTwoRanksBy(MapStore& store) {
   const auto body = [&](const farandole_store& mine, int rank) {
     farandole_init_options options = FARANDOLE_INIT_OPTIONS;
     options.rank = rank;
@@ -501,8 +502,18 @@ TEST(InitOptions, JoinRanksOverTcpByAStoreThatOnlyTheThreadInInitCalls) {
   std::thread other([&] { body(store.For(std::this_thread::get_id()), 1); });
   body(store.For(std::this_thread::get_id()), 0);
   other.join();
+}
+
+TEST(InitOptions, JoinRanksOverTcpByAStoreThatOnlyTheThreadInInitCalls) {
+  MapStore store;
+  JoinTwoRanksBy(store);
   EXPECT_GT(store.size(), 0u);
   EXPECT_FALSE(store.was_called_by_others());
+}
+
+TEST(InitOptions, JoinRanksByAStoreFarAway) {
+  MapStore store(std::chrono::milliseconds(120));
+  JoinTwoRanksBy(store);
 }
 
 TEST(InitOptions, SaysWhatIsWrongWithThem) {

@@ -316,11 +316,21 @@ TEST(TcpNetwork, ARankThatComesLateIsToldWhoHasItsPlace) {
 
 TEST(ProcessName, IsTheScriptOfAnInterpreter) {
   using namespace std::string_literals;
-  EXPECT_EQ(ProgramOf("/usr/bin/train\0--epochs\0"s), "train");
-  EXPECT_EQ(ProgramOf("python3.11\0-W\0ignore\0-u\0/home/a/train.py\0x.py\0"s), "train.py");
-  EXPECT_EQ(ProgramOf("/usr/bin/python\0-m\0pkg.train\0x\0"s), "pkg.train");
-  EXPECT_EQ(ProgramOf("python\0-c\0import x\0"s), "");
-  EXPECT_EQ(ProgramOf(""), "");
+  EXPECT_EQ(ProgramOf("/usr/bin/train", "./train\0--epochs\0"s), "train");
+  const std::string python = "/usr/bin/python3.11";
+  EXPECT_EQ(ProgramOf(python, "python3\0-W\0ignore\0-u\0/home/a/train.py\0x.py\0"s), "train.py");
+  EXPECT_EQ(ProgramOf(python, "/usr/bin/python\0-m\0pkg.train\0x\0"s), "pkg.train");
+  EXPECT_EQ(ProgramOf(python, "python\0-c\0import x\0"s), "");
+  EXPECT_EQ(ProgramOf(python, ""), "");
+}
+
+TEST(ProcessName, IsNoTitleThatTheProgramHasGivenItself) {
+  using namespace std::string_literals;
+  EXPECT_EQ(ProgramOf("/usr/bin/python3.11", "ray::Worker rank 3\0\0\0"s), "");
+  EXPECT_EQ(ProgramOf("/usr/bin/train", "train: rank 3\0\0\0"s), "train");
+}
+
+TEST(ProcessName, TellsJobsApartByUserAndProgram) {
   const ProcessName a{.pid = 1, .user = 5, .host = "a", .program = "a.py"};
   const auto differs = [&](uint32_t user, const char* program) {
     return AreOfOtherJobs(a, {.pid = 2, .user = user, .host = "b", .program = program});

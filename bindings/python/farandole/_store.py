@@ -102,7 +102,8 @@ def calls(store: Any) -> StoreCalls:
 
     return StoreCalls(
         lambda key, value: bool(ask(set_, key, value)),
-        lambda key, timeout_s: bool(ask(wait, key, timeout_s)),
+        # A value that is on its way is there.
+        lambda key, timeout_s: bool((pending and pending[0].what == (get, (key,))) or ask(wait, key, timeout_s)),
         lambda key: ask(get, key),
     )
 

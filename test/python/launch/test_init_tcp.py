@@ -114,7 +114,8 @@ def test_a_store_of_torch_joins_a_job_twice():
     assert all(output.count("of 2: 3") == 2 for output in outputs)
 
 
-def test_a_store_of_three_functions_joins_a_job(tmp_path):
+@pytest.mark.parametrize("latency_s", [0, 0.15])  # as of a store far away
+def test_a_store_of_three_functions_joins_a_job(tmp_path, latency_s):
     script = f"""
         import pathlib
         class Store:
@@ -123,8 +124,10 @@ def test_a_store_of_three_functions_joins_a_job(tmp_path):
                 (self.folder / (key + ".new")).write_text(value)
                 (self.folder / (key + ".new")).rename(self.folder / key)
             def get(self, key):
+                time.sleep({latency_s})
                 return (self.folder / key).read_bytes()
             def wait(self, keys, timeout):
+                time.sleep({latency_s})
                 until = time.monotonic() + timeout.total_seconds()
                 while not all((self.folder / key).exists() for key in keys):
                     if time.monotonic() > until:
@@ -340,6 +343,25 @@ def test_a_key_that_does_not_come_holds_init_no_longer_than_its_limit():
     """
     output = start(script).communicate(timeout=60)[0]
     assert "FARANDOLE_KEY_FD=" in output and "only 0 of 32 bytes have come" in output
+
+
+def test_an_interrupted_wait_for_the_key_goes_on_with_the_next_init():
+    address = f"127.0.0.1:{free_port()}"
+    script = f"""
+        import signal
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        secret, write = os.pipe()
+        os.write(write, bytes(10))
+        os.environ["FARANDOLE_KEY_FD"] = str(secret)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            fl.init(rank=R, size=N, address="{address}")
+        except KeyboardInterrupt:
+            os.write(write, bytes(22))
+        fl.init(rank=R, size=N, address="{address}")
+        check()
+    """
+    expect_sums(2, run(2, script))
 
 
 def test_the_listening_socket_of_rank_0_stays_its_own_between_two_jobs():

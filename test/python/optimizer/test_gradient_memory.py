@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import farandole.torch as fl
-from jobs import on_several
+from jobs import Job, on_several
 
 pytestmark = pytest.mark.filterwarnings("ignore:optimizer.step.. called without")
 
@@ -248,6 +248,29 @@ def test_a_flat_buffer_of_the_users_keeps_the_gradients(job, arguments):
             job.finish(optimizer)
             assert flat[:COUNT].eq(1 + job.mean_rank).all()
             assert flat[COUNT:].eq(2 + 2 * job.mean_rank).all()
+
+    job.run(body)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_gradient_that_has_left_a_flat_buffer_has_a_version_of_its_own(size):
+    """Additions to the views that are left are none to it, which is in flight meanwhile."""
+    job = Job(size)
+
+    def body(rank):
+        layers = [torch.nn.Parameter(torch.ones(COUNT)) for _ in range(4)]
+        for layer, view in zip(layers, torch.zeros(4, COUNT), strict=True):
+            layer.grad = view
+        optimizer = job.sgd(*layers, groups=1000)
+        for step in range(5):
+            optimizer.zero_grad(set_to_none=False)
+            if step >= 2:
+                layers[3].grad = None
+            x = torch.ones(COUNT) * (1.0 + rank)
+            for layer in layers:
+                x = x * layer
+            x.sum().backward()
+            optimizer.step()
 
     job.run(body)
 
