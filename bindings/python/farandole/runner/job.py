@@ -96,7 +96,7 @@ class Peer:
         self.has_ended = False  # the program
         self.function = io.BytesIO(function or b"")  # what is left of the function that it runs
         self.splitters = {kind: LineSplitter(MAX_LINE_BYTES) for kind in (supervisor.OUT, supervisor.ERR)}
-        self.reports = LineSplitter()
+        self.reports = LineSplitter(supervisor.MAX_PAYLOAD_BYTES)
 
 
 def find_addresses(names: str = "") -> list[str]:
@@ -394,6 +394,8 @@ class Job:
             report = read_report(text)
         except Malformed as error:
             return self._drop(peer.host, error)
+        ranks = report["facts"].get("failed_ranks", [])  # of this job; a program can have others within itself
+        report["facts"]["failed_ranks"] = [rank for rank in ranks if rank in range(self.options.np)]
         self.failure.reported(peer.rank, **report, now_s=self._active_s)
 
     def _lose(self, channel: Channel) -> None:
