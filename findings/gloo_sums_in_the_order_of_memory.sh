@@ -3,8 +3,8 @@
 #
 # Expected: element [i, j] of the result is the sum of the elements [i, j] of all ranks, or tensors of other strides are
 #   refused.
-# Seen: tensors of equal shape, dense in memory but in another order (here transposed on one rank), are summed as they lie in memory. No error; the values are wrong on both ranks, and the
-#   ranks do not even agree.
+# Seen: tensors of equal shape, dense in memory but in another order (here transposed on one rank), are summed as they
+#   lie in memory. No error; the values are wrong on both ranks, and the ranks do not even agree.
 # Output seen: rank 0 (transposed) [[0, 4, 8], [2, 6, 10]], rank 1 [[0, 2, 4], [6, 8, 10]]; right is
 #   [[0, 3, 6], [4, 7, 10]]
 source "$(dirname "$0")/packages.sh"

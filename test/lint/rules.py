@@ -27,7 +27,7 @@ INNER_LAYERS = {
 }
 TOP_LEVEL = {
     "CMakeLists.txt", "core", "coordinator", "ops", "bindings", "examples", "test", "setup.py",
-    "README.md", "pyproject.toml", "LICENSE", "CHANGELOG.md", "docs",
+    "README.md", "pyproject.toml", "LICENSE", "CHANGELOG.md", "docs", "findings",
     "CMakePresets.json", "MANIFEST.in", "cmake", "CONTRIBUTING.md", "SECURITY.md", "CITATION.cff",
 }
 MAX_LINES = 800

@@ -55,7 +55,7 @@ def spawn(
     key, listener = secrets.token_bytes(32), socket.create_server(("127.0.0.1", 0), backlog=nprocs)
     address = "{}:{}".format(*listener.getsockname())
     ranks, reports = [], []
-    parent = None if start_method == "forkserver" else os.getpid()
+    parent = None if context.get_start_method() == "forkserver" else os.getpid()
     has_threads = bool(os.environ.get(supervisor.THREADS))
     supervisor.limit_threads(nprocs)
     try:

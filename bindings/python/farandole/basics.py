@@ -288,11 +288,26 @@ def _close(at_exit: bool) -> None:
     context = _Process.default
     if context is None:
         return
+    _forget_handled_errors()
     try:
         context.close(at_exit)
     finally:
         if context.core.is_closed:  # else Ctrl-C came first
             _Process.default = None
+
+
+def _forget_handled_errors() -> None:
+    """Before the job is left: while it goes on, or where other ranks have only left it, no error has ended it."""
+    context, latest = find(), [*exceptions.latest]
+    if context is None or not latest:
+        return
+    try:
+        context.core.raise_if_ended()
+    except HorovodInternalError as error:  # which is the latest now
+        if error.failed_ranks or not latest[1].get("failed_ranks"):
+            exceptions.latest[:] = latest
+            return
+    exceptions.latest.clear()
 
 
 def find() -> Context | None:
@@ -687,19 +702,9 @@ def _become_inert() -> None:
 os.register_at_fork(after_in_child=_become_inert)
 
 
-def _job_goes_on() -> bool:
-    """Whether collectives still work, so that the errors there have been were handled."""
-    context = find()
-    try:
-        if context is not None:
-            context.core.raise_if_ended()
-    except HorovodInternalError:
-        return False
-    return context is not None
-
-
 def _leave_at_exit() -> None:
-    if exceptions.latest and not _job_goes_on() and _is_consequence(*exceptions.latest):
+    _forget_handled_errors()
+    if exceptions.latest and _is_consequence(*exceptions.latest):
         # Where the program caught it, and ends with a code of its own.
         _report(_make_report("", True, exceptions.latest[1]))
     try:

@@ -46,6 +46,10 @@ def test_reductions_that_gloo_has_not():
         own = torch.ones(2)
         dist.all_reduce(own, dist._make_nccl_premul_sum(R + 1.0))  # a factor of each rank's
         assert own.tolist() == [3.0, 3.0]
+        expanded = torch.full((2, 1), R + 1.0).expand(2, 3)  # whose elements share memory
+        dist.all_reduce(expanded)
+        assert expanded.tolist() == [[3.0] * 3] * 2
+        (dist.recv if R else dist.send)(expanded, 1 - R)
         tell(f"{mean.tolist()} {scaled.tolist()} {[part.tolist() for part in parts]} {uneven.tolist()}")
         dist.destroy_process_group()
     """

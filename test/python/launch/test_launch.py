@@ -277,18 +277,32 @@ except Exception:
     assert "farandolerun: rank 1 failed first, with exit code 1; pid " in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize(
+    "before_end", ["", "import time; time.sleep(rank == 0)", "fl.shutdown()"], ids=["at once", "last", "left"]
+)  # fmt: skip
 @pytest.mark.parametrize(("code", "said"), [(0, ""), (3, "farandolerun: rank 0 failed first, with exit code 3\n")])
-def test_an_error_that_every_rank_has_handled_is_not_told(code, said):
-    """Nor is it the reason of a later end."""
+def test_an_error_that_every_rank_has_handled_is_not_told(code, said, before_end):
+    """Nor is it the reason of a later end, also of a rank that all others have left by then."""
     script = PRELUDE + f"""
+rank = fl.rank()
 try:
-    fl.allgather_object((i for i in "ab") if fl.rank() == 1 else 5)
+    fl.allgather_object((i for i in "ab") if rank == 1 else 5)
 except Exception:
     fl.allreduce(np.ones(1))
-    sys.exit({code} if fl.rank() == 0 else 0)
+    {before_end}
+    sys.exit({code} if rank == 0 else 0)
 """
     done = launch("-np", 2, PYTHON, "-c", script)
     assert (done.returncode, done.stderr) == (code, said)
+
+
+def test_who_cannot_reach_rank_0_is_told_from_those_that_wait_for_it():
+    elsewhere = f"[ {RANK} = 0 ] || FARANDOLE_ADDRESS=no.such.host.invalid:1"
+    script = f"{elsewhere}; exec {PYTHON} -c 'import farandole; farandole.init()'"
+    done = launch("-np", 2, "sh", "-c", script, FARANDOLE_INIT_TIMEOUT_S="2")
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("farandolerun: no rank failed first: rank 1 did not reach rank 0 at no.such.host.invalid:1 ")
+    assert last.endswith("; exit code 1") and done.returncode == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL, signal.SIGTERM])
@@ -477,12 +491,13 @@ def test_a_report_that_cannot_be_read_is_dropped_with_one_line(said):
     assert lines[1] == "farandolerun: rank 1 failed first, with exit code 3"
 
 
-def test_facts_of_a_report_may_be_missing_or_unknown():
-    facts = '{"failed_ranks": [0], "last": "x", "last_age_s": null, "unknown": []}'
+@pytest.mark.parametrize("failed", [0, 99])  # the latter of another job, within the program
+def test_facts_of_a_report_may_be_missing_or_unknown(failed):
+    facts = f'{{"failed_ranks": [{failed}], "last": "x", "last_age_s": null, "unknown": []}}'
     report = f'{{"text": "", "is_consequence": true, "facts": {facts}}}'
     script = f"[ {RANK} = 1 ] && echo '{report}' >$_FARANDOLE_REPORT; exit {RANK}"
     done = launch("-np", 2, "sh", "-c", script)
-    assert done.returncode == 1 and "Traceback" not in done.stderr and "cannot be read" not in done.stderr, done.stderr
+    assert done.returncode == 1 and not re.search("Traceback|cannot be read|rank 99", done.stderr), done.stderr
 
 
 SUPERVISOR_THAT_SAYS = """

@@ -115,6 +115,13 @@ if __name__ == "__main__":
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
 
 
+def test_the_start_method_may_be_the_default_of_multiprocessing(monkeypatch):
+    """A fork server, whose processes have another parent than who called spawn(), as from Python 3.14 on."""
+    forkserver = multiprocessing.get_context("forkserver")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: forkserver)
+    farandole.spawn(print, nprocs=2, start_method=None)
+
+
 def test_a_rank_cannot_spawn(monkeypatch):
     monkeypatch.setenv("FARANDOLE_RANK", "0")
     with pytest.raises(RuntimeError, match="by a rank of a job"):

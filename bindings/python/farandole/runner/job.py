@@ -47,11 +47,11 @@ _NOT_JOINED = (
 _SIOCGIFADDR = 0x8915
 _IPV6_ADDRESSES = "/proc/net/if_inet6"
 _GLOBAL, _UNUSABLE = "00", 0x48  # there: a scope, and the flags "tentative" and "duplicate"
-# What a rank knows of the failure that ends it, all of it optional: attributes of HorovodInternalError, and whether all
-# ranks raise it. Others are left out.
+# What a rank knows of the failure that ends it, all of it optional: attributes of HorovodInternalError, and what
+# basics.describe_failure() adds. Others are left out.
 _FACTS: dict[str, type | tuple[type, ...]] = {
     "failed_ranks": list, "cause": str, "kind": str, "host": str, "pid": int, "last": str, "last_age_s": (int, float),
-    "is_shared": bool,
+    "is_shared": bool, "is_of_init": bool,
 }  # fmt: skip
 
 
@@ -96,7 +96,7 @@ class Peer:
         self.has_ended = False  # the program
         self.function = io.BytesIO(function or b"")  # what is left of the function that it runs
         self.splitters = {kind: LineSplitter(MAX_LINE_BYTES) for kind in (supervisor.OUT, supervisor.ERR)}
-        self.reports = LineSplitter()
+        self.reports = LineSplitter(supervisor.MAX_PAYLOAD_BYTES)
 
 
 def find_addresses(names: str = "") -> list[str]:
@@ -387,13 +387,15 @@ class Job:
             self.results.setdefault(peer.rank, bytearray()).extend(payload)
         elif kind == supervisor.EXIT:
             self._finish_lines(peer)
-            self._take_end(peer, read_json(payload, code=int, by_mpirun=bool))
+            self._take_end(peer, read_json(payload, code=int, by_mpirun=bool, has_joined=bool))
 
     def _take_report(self, peer: Peer, text: bytes) -> None:
         try:
             report = read_report(text)
         except Malformed as error:
             return self._drop(peer.host, error)
+        ranks = report["facts"].get("failed_ranks", [])  # of this job; a program can have others within itself
+        report["facts"]["failed_ranks"] = [rank for rank in ranks if rank in range(self.options.np)]
         self.failure.reported(peer.rank, **report, now_s=self._active_s)
 
     def _lose(self, channel: Channel) -> None:
@@ -414,11 +416,11 @@ class Job:
             if rest := splitter.take_rest():
                 self.failure.line(Line(peer.rank, kind == supervisor.ERR, rest + end))
 
-    def _take_end(self, peer: Peer, end: dict[str, int]) -> None:
+    def _take_end(self, peer: Peer, end: dict[str, Any]) -> None:
         peer.has_ended = True
-        self._has_joined |= bool(end["has_joined"])
+        self._has_joined |= end["has_joined"]
         if not self.is_stopping:
-            self.failure.ended(peer.rank, end["code"], self._active_s, bool(end["by_mpirun"]))
+            self.failure.ended(peer.rank, end["code"], self._active_s, end["by_mpirun"])
         if sum(other.has_ended for other in self.peers.values()) == self.options.np:
             self.failure.finish()
             self._kill_at_s = self._active_s + LINGER_S

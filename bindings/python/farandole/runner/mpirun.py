@@ -266,9 +266,10 @@ class MpirunJob(Job):
         self.run_starter("mpirun", self._command, environment, subprocess.DEVNULL, subprocess.PIPE)
 
     def greeted(self, channel: Channel, hello: dict[str, Any]) -> None:
-        rank, threads = hello.get("rank"), hello.get("threads")
-        if type(rank) is not int or not isinstance(threads, str) or rank in self.peers:
-            raise Malformed(f"it says rank {rank!r}")
+        rank: Any = hello.get("rank")
+        threads = hello.get("threads")
+        if rank not in range(self.options.np) or not isinstance(threads, str) or rank in self.peers:
+            raise Malformed(f"it says rank {rank!r} of {self.options.np}")
         self.add_ranks([rank], channel, channel.host, threads)
 
     def has_all_supervisors(self) -> bool:

@@ -50,7 +50,7 @@ from torch._C._distributed_c10d import Work as _TorchWork
 from farandole import _core, _horovod, _store, basics, objects
 from farandole.exceptions import AbortedError, HorovodInternalError, MismatchError, OperationTimeoutError
 from farandole.ops import ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, BLOCKS, BROADCAST, GROUP, IN_PLACE, REDUCESCATTER
-from farandole.torch import _calls
+from farandole.torch import _calls, _library
 
 __all__ = ["ProcessGroup", "Work"]
 
@@ -1000,7 +1000,7 @@ def _write(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _fill(target: torch.Tensor, flat: torch.Tensor, _: list[Any]) -> None:
-    _write(target, flat)
+    _library.copy_into(target.data, flat.view(target.shape))  # elements of the target may share memory
 
 
 def _call_each(first: Callable[[Any], None] | None, then: Callable[[Any], None], results: list[Any]) -> None:
@@ -1026,7 +1026,7 @@ def _contiguous(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Callab
     def write_back(_: list[Any]) -> None:
         for tensor, copy in zip(tensors, copies, strict=True):
             if not tensor.is_contiguous():
-                _write(tensor, copy)
+                _fill(tensor, copy, [])
 
     return copies, write_back
 
