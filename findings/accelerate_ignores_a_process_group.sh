@@ -3,7 +3,8 @@
 #
 # Expected: in a process whose torch.distributed has been initialised with two ranks, Accelerator() uses that group, or
 #   refuses it.
-# Seen: without the variables that torchrun sets it says num_processes = 1 and "NO" distribution: each rank trains alone,
+# Seen: without the variables that torchrun sets it says num_processes = 1 and "NO" distribution: each rank trains
+#   alone,
 #   with all of the data, without a word and with exit code 0. With these variables the same program has two processes.
 # Output seen, both ranks: world size 2, num_processes 1; with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_*: num_processes 2
 source "$(dirname "$0")/packages.sh"

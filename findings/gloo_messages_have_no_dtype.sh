@@ -3,7 +3,8 @@
 #
 # Expected: recv into a tensor of another dtype or number of elements than was sent is an error.
 # Seen: four float32 sent to a receiver of four int32 arrive as their bits (1.0 is 1065353216); four elements sent to a
-#   receiver of six fill the first four and leave the rest. Both without a word: a pipeline whose stages disagree about a
+#   receiver of six fill the first four and leave the rest. Both without a word: a pipeline whose stages disagree
+#   about a
 #   dtype trains on noise.
 # Output seen on rank 1: [1065353216] * 4; [1, 1, 1, 1, 7, 7]
 source "$(dirname "$0")/packages.sh"

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # torch 2.13.0, backend gloo (CPU).
 #
-# Expected: torch.distributed's collectives are not recorded by autograd: a plain output tensor stays plain, whatever the
+# Expected: torch.distributed's collectives are not recorded by autograd: a plain output tensor stays plain,
+#   whatever the
 #   input is.
 # Seen: it depends on the collective. With an input that has a grad_fn, the plain output of reduce_scatter_tensor has
 #   requires_grad and a grad_fn of a copy, so a loss of it has a backward pass with wrong gradients (no sum over ranks);

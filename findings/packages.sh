@@ -13,7 +13,8 @@ install() { # NAME==VERSION...
   export OMP_NUM_THREADS=1
 }
 
-# on_ranks N <program: runs a Python program, read from stdin, on N processes with RANK, WORLD_SIZE and a file to meet at.
+# on_ranks N <program: runs a Python program, read from stdin, on N processes with RANK, WORLD_SIZE and a file to
+# meet at.
 on_ranks() {
   local rank processes=() failed=0
   cat >"$folder/program.py"
