@@ -159,7 +159,8 @@ class Foreign(Host):
         if not isinstance(made, np.ndarray):
             return made
         result = self.of_numpy(made, target)
-        if hasattr(target, "dtype") and _dtype_name(result) != _dtype_name(target):
+        is_made = result is not made and hasattr(target, "dtype")
+        if is_made and _dtype_name(result) != _dtype_name(target):
             raise TypeError(
                 f"the result has dtype {_dtype_name(target)}, of which {type(result).__name__} makes "
                 f"{_dtype_name(result)}; pass a NumPy array of the same values"
@@ -339,7 +340,9 @@ def check_name(name: str, moves_bytes: bool) -> None:
 def _dtype_name(array: Any) -> str:
     """NumPy's name of the dtype of an array of any library."""
     text = str(array.dtype)
-    return text.rpartition(".")[2] if text[0] != "<" else str(array.dtype.name)
+    if not text.startswith("<"):
+        return text.rpartition(".")[2]
+    return str(getattr(array.dtype, "name", None) or getattr(array.dtype, "__name__", text))  # the latter of a class
 
 
 def _name_of(array: Any) -> str:

@@ -57,6 +57,26 @@ def test_immutable_arrays_give_new_ones_of_their_kind():
     assert run_threads(2, body) == [expected] * 2
 
 
+class Plain(Frozen):
+    """Follows no standard but DLPack, and calls its dtypes as it likes."""
+
+    def __init__(self, values, dtype):
+        super().__init__(values)
+        self.dtype = dtype
+
+    __array_namespace__ = property()
+
+
+@pytest.mark.parametrize("dtype", [np.float64, "f64", None], ids=["class", "text", "none"])
+def test_results_are_numpys_where_a_library_makes_none(dtype):
+    def body(rank):
+        result = fl.allreduce(Plain([rank + 1.0], dtype), op=fl.Sum)
+        assert type(result) is np.ndarray
+        return result.tolist()
+
+    assert run_threads(2, body) == [[3]] * 2
+
+
 # A library with DLPack's C functions, in Python. What it has in memory is NumPy's.
 
 
