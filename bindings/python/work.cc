@@ -250,11 +250,8 @@ void Work::ReadAll(const Submission& submission) {
   if (targets_.empty()) return;
   sources_ = ReadEach(targets_);
   if (!CanUse(sources_, in_place_)) {
-    const auto is_refused = [this](const Array& array) {
-      return array.object && TravelsAsPairs(kind_, array.dtype) && ToNumber(array.dtype) &&
-             !CanTake(array.dtype);
-    };
-    if (std::ranges::any_of(sources_, is_refused)) Refuse(sources_);
+    if (std::ranges::any_of(sources_, [this](const Array& one) { return IsNoSumOfPairs(one); }))
+      Refuse(sources_);
     const py::object copies =
         TypeOf(targets_[0])
             .library.attr("canonical")(ToList(targets_), function_, in_place_, !Reduces(kind_));
@@ -272,8 +269,7 @@ void Work::ReadAll(const Submission& submission) {
 /// What the library has not refused: arrays that nothing can read, or of several devices.
 void Work::Refuse(const Arrays& arrays) const {
   for (const Array& array : arrays) {
-    if (array.object && TravelsAsPairs(kind_, array.dtype) && ToNumber(array.dtype) &&
-        !CanTake(array.dtype))
+    if (IsNoSumOfPairs(array))
       throw py::value_error(function_ + ": " + NameOf(array.dtype) +
                             " is reduced by Sum and by Average only");
     if (!array.object)
@@ -296,6 +292,12 @@ Arrays Work::ReadEach(const Objects& objects) const {
     arrays.push_back(read ? std::move(*read) : Array());
   }
   return arrays;
+}
+
+/// Complex numbers have no order, and no product as pairs.
+bool Work::IsNoSumOfPairs(const Array& array) const {
+  return array.object && TravelsAsPairs(kind_, array.dtype) && ToNumber(array.dtype) &&
+         !CanTake(array.dtype);
 }
 
 bool Work::CanTake(DLDataType dtype) const {

@@ -65,6 +65,7 @@ class Work : public Child, public std::enable_shared_from_this<Work> {
   void ReadAll(const Submission& submission);
   Arrays ReadEach(const Objects& objects) const;
   [[noreturn]] void Refuse(const Arrays& arrays) const;
+  bool IsNoSumOfPairs(const Array& array) const;
   bool CanTake(DLDataType dtype) const;
   bool CanUse(const Arrays& arrays, bool in_place) const;
   void MakeResults();

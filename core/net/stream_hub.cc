@@ -336,7 +336,10 @@ void StreamHub::CannotAccept(int error) {
   const int64_t now_ns = options_.clock->NowNs();
   PauseAccepting(now_ns + kRetryNs);
   const Status failed = SystemError(RankName(rank()) + " cannot accept a connection", error);
-  if (exhausted_ns_ == 0) exhausted_ns_ = now_ns;
+  // As long as somebody waits it is tried again and again; after a gap this is another lack.
+  const bool has_lasted = now_ns - last_exhausted_ns_ < kExhaustedNs / 2;
+  if (exhausted_ns_ == 0 || !has_lasted) exhausted_ns_ = now_ns;
+  last_exhausted_ns_ = now_ns;
   const bool is_new = !std::exchange(has_warned_of_accepting_, true);
   if (is_new && options_.log != nullptr) {
     options_.log->Write(LogLevel::kWarning, failed.message() + "; it tries again");

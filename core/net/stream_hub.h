@@ -225,6 +225,7 @@ class StreamHub final : public DataStreams {
   std::deque<std::string> refused_;
   int64_t paused_until_ns_ = 0;  // accepting, for want of descriptors or of room
   int64_t exhausted_ns_ = 0;     // since when it has lacked them; 0: it has not
+  int64_t last_exhausted_ns_ = 0;
   bool has_warned_of_accepting_ = false;
   bool has_failed_ = false;  // for want of them
   uint64_t next_id_ = 2;

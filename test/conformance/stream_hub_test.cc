@@ -9,6 +9,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <memory>
 #include <string>
@@ -235,6 +236,37 @@ TEST(StreamHub, ARankThatCannotAcceptWarnsOnceAndFailsOnlyIfItAwaitsSomebody) {
   EXPECT_EQ(failed.status.facts().ranks, std::vector<int32_t>{0});
   EXPECT_EQ(log.count.load(), 1u);
   close(client);
+}
+
+TEST(StreamHub, ALackThatHarmedNobodyLeavesTheNextOneItsTime) {
+  const FastClock clock;
+  LastLine log;
+  HubOptions options = OptionsOf(0, 0);
+  options.clock = &clock;
+  options.log = &log;
+  const std::unique_ptr<StreamHub> hub = std::move(StreamHub::Create(options).value());
+  Listening at = std::move(ListenOn({ParseSocketAddress("127.0.0.1:1").value()}, 0).value());
+  ASSERT_TRUE(hub->Listen(at.sockets.front().Release()).ok());
+  hub->Expect(1);
+  const int first = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  const int second = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  const int last = dup(STDERR_FILENO);
+  const NoDescriptors none;
+  close(last);
+  const auto come = [&](int client) {
+    ASSERT_EQ(connect(client, at.addresses[0].data(), at.addresses[0].size()), 0);
+  };
+  come(first);  // takes the last one, and the hub looks for a further connection
+  EXPECT_FALSE(hub->WaitForEvent(clock.NowNs() + 600 * kNsPerMs));  // of this process's time
+  EXPECT_GE(log.count.load(), 1u);
+  close(first);
+  EXPECT_FALSE(hub->WaitForEvent(clock.NowNs() + 100 * kNsPerMs));
+  const std::array taken = {dup(STDERR_FILENO), dup(STDERR_FILENO)};  // its ends' descriptors
+  come(second);
+  EXPECT_FALSE(hub->WaitForEvent(clock.NowNs() + 200 * kNsPerMs));
+  EXPECT_TRUE(hub->WaitForEvent(clock.NowNs() + 20 * kNsPerSecond));
+  for (const int socket : taken) close(socket);
+  close(second);
 }
 
 TEST(StreamHub, ARankThatIsOnlyWatchedAndCannotBeConnectedIsNotLost) {
