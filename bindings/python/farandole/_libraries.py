@@ -51,7 +51,8 @@ def library_of(array: Any) -> Any:
     name = _name_of(array)
     if name == "torch":
         importlib.import_module("farandole.torch")  # registers its own
-    if isinstance(array, np.ma.MaskedArray):
+    masked = sys.modules.get("numpy.ma")  # whose import takes longer than a collective
+    if masked is not None and isinstance(array, masked.MaskedArray):
         raise TypeError("a numpy.ma.MaskedArray would lose its mask; pass array.filled(...), or its data and its mask")
     has_dlpack = hasattr(array, "__dlpack__")
     lives_anywhere = has_dlpack and name in _IMMUTABLE  # one type for the host and GPUs
