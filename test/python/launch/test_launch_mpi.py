@@ -1,5 +1,6 @@
 """farandolerun over mpirun: which one is used with which libmpi, by made-up installations; and jobs."""
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -265,7 +266,10 @@ def test_ranks_that_do_not_start_are_named_in_time(tmp_path):
 
 def port_of(process):
     """Where the launcher listens for supervisors."""
-    files = [os.readlink(file) for file in pathlib.Path(f"/proc/{process.pid}/fd").iterdir()]
+    files = []
+    for file in pathlib.Path(f"/proc/{process.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            files.append(os.readlink(file))
     for table in ("tcp", "tcp6"):
         for line in pathlib.Path(f"/proc/{process.pid}/net/{table}").read_text().splitlines()[1:]:
             _, local, _, state, *_, inode = line.split()[:10]
