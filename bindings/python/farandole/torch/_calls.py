@@ -26,12 +26,12 @@ class Kind:
 
     def __init__(self, options: _core.Options, text: str, count: Iterator[int]) -> None:
         self.options, self._text, self._count = options, text, count
-        self._names: dict[int, str] = {}
+        self._names: list[str | None] = [None] * MOST_IN_FLIGHT
 
     def name(self) -> str:
         """Of the next call: the text and a number, which begins again after MOST_IN_FLIGHT calls."""
         number = next(self._count) % MOST_IN_FLIGHT
-        name = self._names.get(number)
+        name = self._names[number]
         if name is None:
             name = self._names[number] = f"{self._text} {number}"
         return name

@@ -95,6 +95,12 @@ class Work(_TorchWork):
     Thread safety: any thread.
     """
 
+    # Of few works another value: set where it is known, since a work is made with each call.
+    fl_copied: Any = None  # the event after what `finish` has launched on a GPU
+    fl_error: BaseException | None = None
+    fl_ended: Any = None  # the future that this sets
+    fl_future: Any = None  # what follows it, for the user
+
     def __init__(
         self, group: ProcessGroup, handles: list[Any], outputs: list[torch.Tensor],
         finish: Callable[[list[Any]], None] | None = None, ranks: list[int] | None = None,
@@ -105,11 +111,7 @@ class Work(_TorchWork):
         self.fl_ranks, self.fl_timeout = ranks, timeout
         self.fl_lock = threading.Lock()
         self.fl_is_done = not handles  # on a GPU: launched
-        self.fl_copied: Any = None  # the event after what `finish` has launched on a GPU
-        self.fl_error: BaseException | None = None
         self.fl_future_lock = threading.Lock()
-        self.fl_ended: Any = None  # the future that this sets
-        self.fl_future: Any = None  # what follows it, for the user
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """Waits until the tensors hold the result, or, on a GPU, makes the current stream wait for it.
@@ -583,8 +585,9 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
     # Collectives. `opts` are torch's; a missing one means the defaults.
 
     def allreduce(self, tensors: Tensors, opts: Any = None, *_: Any) -> Work:
-        if any(tensor.is_sparse for tensor in tensors):
-            return self.fl_reduce_sparse(tensors, opts)
+        for tensor in tensors:
+            if tensor.is_sparse:
+                return self.fl_reduce_sparse(tensors, opts)
         return self.fl_reduce(tensors, opts)
 
     allreduce_coalesced = allreduce
@@ -850,10 +853,10 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
         # Where rows may differ between the ranks the name does not say how many there are, nor of bytes that are
         # gathered: so objects, of which each has a length of its own, do not make names without end.
         has_counts = kind != ALLTOALL and not is_ragged
-        counts = tuple(
+        counts = tuple([  # of a list: a generator takes twice as long
             (t.dtype, t.numel() if has_counts and (kind != ALLGATHER or t.dtype != torch.uint8) else None)
             for t in tensors
-        )
+        ])  # fmt: skip
         key = (kind, counts, op, factor, root, label)
         found = self.fl_calls.find(key)
         if found is not None:
