@@ -10,6 +10,7 @@ from ranks import REPOSITORY
 sys.path.append(str(REPOSITORY / "test" / "fault"))
 
 import inject
+import starts
 
 RANKS = 4
 PATIENCE = 10  # times the bound on a machine that has other things to do
@@ -53,3 +54,15 @@ def test_without_a_launcher_too(kind):
 @pytest.mark.parametrize("kind", ["SIGKILL", "SIGSEGV", "SIGSTOP", "_exit(0)", "sys.exit(3)"])
 def test_under_mpirun_too(kind):
     check(kind, "mpirun")
+
+
+@pytest.mark.once
+def test_nothing_remains_of_a_job_whose_start_is_cut_short():
+    seed = random.SystemRandom().randrange(1 << 30)
+    assert [starts.die(way, seed) for way in starts.WAYS] == [""] * len(starts.WAYS), seed
+
+
+@pytest.mark.once
+def test_ranks_that_stay_name_those_that_were_killed_and_meet_their_successors():
+    seed = random.SystemRandom().randrange(1 << 30)
+    assert starts.run_generations(4, 3, seed) == [], seed
