@@ -41,7 +41,7 @@ TEST_F(FileStoreTest, OtherUsersReadNothing) {
 }
 
 TEST_F(FileStoreTest, RefusesAFolderThatOthersMayWriteTo) {
-  for (const mode_t mode : {0770, 0707, 01777}) {
+  for (const mode_t mode : {mode_t{0770}, mode_t{0707}, mode_t{01777}}) {
     ASSERT_EQ(chmod(folder_.c_str(), mode), 0);
     const Status status = OpenFileStore(folder_).status();
     EXPECT_EQ(status.code(), Code::kInvalidArgument);
