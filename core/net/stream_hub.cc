@@ -106,8 +106,7 @@ struct StreamHub::Attempt {
   int64_t give_up_ns = 0;
   int64_t retry_ns = kNever;
   std::string error = {};  // of this round
-  int64_t exhausted_ns =
-      0;  // since when this rank has lacked what a connection takes; 0: it has it
+  int64_t exhausted_ns = 0;  // since when this rank lacks descriptors or memory; 0: it does not
   Status exhausted = {};
   bool definite = true;  // nothing in this round that time may cure
   Refusal refusal = Refusal::kNone;

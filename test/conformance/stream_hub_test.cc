@@ -193,13 +193,19 @@ class FastClock final : public Clock {
   int64_t NowNs() const override { return 10 * SteadyClock().NowNs(); }
 };
 
+/// Rank 0's, which watches nobody.
+std::unique_ptr<StreamHub> HubOn(const Clock& clock, Log* log = nullptr) {
+  HubOptions options = OptionsOf(0, 0);
+  options.clock = &clock;
+  options.log = log;
+  return std::move(StreamHub::Create(options).value());
+}
+
 const char* const kNone = "Too many open files; this process has all ";
 
 TEST(StreamHub, ARankWithoutDescriptorsThatConnectsSaysSoOfItself) {
   const FastClock clock;
-  HubOptions options = OptionsOf(0, 0);
-  options.clock = &clock;
-  const std::unique_ptr<StreamHub> hub = std::move(StreamHub::Create(options).value());
+  const std::unique_ptr<StreamHub> hub = HubOn(clock);
   hub->SetPeer(1, {ParseSocketAddress("127.0.0.1:1").value()});
   const NoDescriptors none;
   hub->Connect(1);
@@ -214,10 +220,7 @@ TEST(StreamHub, ARankWithoutDescriptorsThatConnectsSaysSoOfItself) {
 TEST(StreamHub, ARankThatCannotAcceptWarnsOnceAndFailsOnlyIfItAwaitsSomebody) {
   const FastClock clock;
   LastLine log;
-  HubOptions options = OptionsOf(0, 0);
-  options.clock = &clock;
-  options.log = &log;
-  const std::unique_ptr<StreamHub> hub = std::move(StreamHub::Create(options).value());
+  const std::unique_ptr<StreamHub> hub = HubOn(clock, &log);
   hub->OpenToJoins(true, 1);
   hub->OpenToJoins(false, 1);  // all have come
   Listening at = std::move(ListenOn({ParseSocketAddress("127.0.0.1:1").value()}, 0).value());
@@ -241,10 +244,7 @@ TEST(StreamHub, ARankThatCannotAcceptWarnsOnceAndFailsOnlyIfItAwaitsSomebody) {
 TEST(StreamHub, ALackThatHarmedNobodyLeavesTheNextOneItsTime) {
   const FastClock clock;
   LastLine log;
-  HubOptions options = OptionsOf(0, 0);
-  options.clock = &clock;
-  options.log = &log;
-  const std::unique_ptr<StreamHub> hub = std::move(StreamHub::Create(options).value());
+  const std::unique_ptr<StreamHub> hub = HubOn(clock, &log);
   Listening at = std::move(ListenOn({ParseSocketAddress("127.0.0.1:1").value()}, 0).value());
   ASSERT_TRUE(hub->Listen(at.sockets.front().Release()).ok());
   hub->Expect(1);
