@@ -426,6 +426,9 @@ int64_t CountOf(const Array& array) {
   return std::accumulate(array.shape, array.shape + array.ndim, int64_t{1}, std::multiplies<>());
 }
 
+/// What the core is told of an element: itself, or the two parts of a complex one.
+int64_t PartsOf(int32_t kind, DLDataType dtype) { return TravelsAsPairs(kind, dtype) ? 2 : 1; }
+
 /// The dtype that the core is told.
 std::optional<int32_t> NumberFor(int32_t kind, DLDataType dtype) {
   if (!TravelsAsPairs(kind, dtype)) return ToNumber(dtype);
@@ -434,7 +437,7 @@ std::optional<int32_t> NumberFor(int32_t kind, DLDataType dtype) {
 
 /// The shape that the core is told. @param is_flat  The ranks' shapes may differ.
 std::vector<int64_t> ShapeFor(int32_t kind, const Array& array, bool is_flat) {
-  const int64_t parts = TravelsAsPairs(kind, array.dtype) ? 2 : 1;
+  const int64_t parts = PartsOf(kind, array.dtype);
   if (is_flat) return {parts * CountOf(array)};
   std::vector<int64_t> shape(array.shape, array.shape + array.ndim);
   if (parts > 1) shape.push_back(parts);
@@ -444,7 +447,7 @@ std::vector<int64_t> ShapeFor(int32_t kind, const Array& array, bool is_flat) {
 bool IsLike(int32_t kind, const Array& array, int32_t dtype, const std::vector<int64_t>& shape,
             bool is_flat) {
   if (NumberFor(kind, array.dtype) != dtype) return false;
-  const int64_t parts = TravelsAsPairs(kind, array.dtype) ? 2 : 1;
+  const int64_t parts = PartsOf(kind, array.dtype);
   if (is_flat) return shape.size() == 1 && shape[0] == parts * CountOf(array);
   return std::ssize(shape) == array.ndim + parts - 1 &&
          std::equal(array.shape, array.shape + array.ndim, shape.begin());

@@ -105,7 +105,7 @@ struct StreamHub::Attempt {
   size_t next = 0;
   int64_t give_up_ns = 0;
   int64_t retry_ns = kNever;
-  std::string error = {};  // of this round
+  std::string error = {};    // of this round
   int64_t exhausted_ns = 0;  // since when this rank lacks descriptors or memory; 0: it does not
   Status exhausted = {};
   bool definite = true;  // nothing in this round that time may cure
