@@ -55,12 +55,12 @@ struct RowCall {
                   std::to_string(options.row));
   }
 
-  /// Elements that this rank receives if all pass `rows` rows.
-  Result<std::int64_t> output_of(std::int64_t rows) const {
+  /// How many rows this rank receives if all pass `rows`.
+  Result<std::int64_t> output_rows(std::int64_t rows) const {
     std::int64_t received = 0;
     const int code = farandole_output_rows(context, kind, options.set.id, rows, &received);
     if (code != FARANDOLE_OK) return last_error(code);
-    return received * options.row;
+    return received;
   }
 
   /// An operation to which this rank gives `rows` rows. `splits`: of an alltoall, how many of them
@@ -295,9 +295,9 @@ class RowCollectives {
     const detail::RowCall& here = call.value();
     Result<std::int64_t> rows = here.rows_of(data.size());
     if (!rows.ok()) return rows.error();
-    Result<std::int64_t> count = here.output_of(rows.value());
-    if (!count.ok()) return count.error();
-    std::vector<T> mine(static_cast<std::size_t>(count.value()));
+    Result<std::int64_t> share = here.output_rows(rows.value());
+    if (!share.ok()) return share.error();
+    std::vector<T> mine(static_cast<std::size_t>(share.value() * options.row));
     Result<void> reduced = run(here.prepare(FARANDOLE_CPU, rows.value()), data, Span<T>(mine));
     if (!reduced.ok()) return reduced.error();
     return mine;
@@ -344,12 +344,12 @@ class RowCollectives {
     const detail::RowCall& here = call.value();
     Result<std::int64_t> rows = here.rows_of(given);
     if (!rows.ok()) return rows.error();
-    Result<std::int64_t> expected = here.output_of(rows.value());
+    Result<std::int64_t> expected = here.output_rows(rows.value());
     if (!expected.ok()) return expected.error();
-    if (static_cast<std::int64_t>(taken) == expected.value())
+    if (static_cast<std::int64_t>(taken) == expected.value() * options.row)
       return here.prepare(device, rows.value());
     return here.refuse("the output has " + std::to_string(taken) + " elements; expected " +
-                       std::to_string(expected.value()));
+                       std::to_string(expected.value() * options.row));
   }
 
   template <class T>
