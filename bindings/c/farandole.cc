@@ -312,8 +312,10 @@ Result<std::shared_ptr<Work>> StartOn(farandole::Operation& operation,
                                       const farandole_request& given, Request& request,
                                       bool notify) {
   Engine& engine = *operation.engine;
-  FARANDOLE_RETURN_IF_ERROR(ReadStreams(given, request));
-  FARANDOLE_RETURN_IF_ERROR(MakeAllocator(engine, given, request));
+  if (given.stream != nullptr || given.memory_stream != nullptr)
+    FARANDOLE_RETURN_IF_ERROR(ReadStreams(given, request));
+  if (given.allocator != nullptr || given.in_library != 0)
+    FARANDOLE_RETURN_IF_ERROR(MakeAllocator(engine, given, request));
   engine.EnterCaller();
   FARANDOLE_RETURN_IF_ERROR(engine.operations().Claim(operation, given.version));
   farandole::ClaimedOperation claimed(operation);
