@@ -2,11 +2,13 @@
 #include "bindings/c/farandole.h"
 
 #include <algorithm>
+#include <array>
 #include <string>
 #include <string_view>
 #include <utility>
 
 #include "bindings/c/handles.h"
+#include "coordinator/protocol/splits.h"
 
 using farandole::Context;
 using farandole::Engine;
@@ -229,168 +231,171 @@ Result<farandole::Vote> ToVote(const farandole::Operation& operation, const uint
   return vote;
 }
 
-/// Arguments of a start. Borrowed for the call; the tensors' memory until the work has finished.
+/// What a request has besides addresses: checked, before its operation is claimed.
 struct Request {
-  uint32_t version;       // of the description the caller prepared; 0: any
-  const void* const* in;  // one address per tensor
-  void* const* out;       // likewise; nullptr with an allocator
-  const uint8_t* votes;   // one per tensor; nullptr: all present
-  const char* failed;     // nullptr: nothing failed
-  std::span<const farandole::ProducerStream> producers;  // of a GPU; else empty
-  std::shared_ptr<farandole::ResultAllocator> allocator = nullptr;
-  const farandole_output* into = nullptr;  // one per tensor, instead of `out`; nullptr: `out`
+  std::array<farandole::ProducerStream, 2> streams;
+  size_t stream_count = 0;
+  std::shared_ptr<farandole::ResultAllocator> allocator;
+  std::shared_ptr<farandole::LibraryResults> results;  // the same, where it is the library's
 };
 
-/// Puts addresses or an allocator in the place of `request.into`. @return InvalidArgument.
-Status UseOutputs(const farandole::Operation& operation, Request& request,
-                  std::vector<void*>& addresses) {
+/// The last stream is where the allocator's memory is free. They are used during the call only, to
+/// record the events after which the memory may be used.
+Status ReadStreams(const farandole_request& given, Request& request) {
+  for (const farandole_stream* const one : {given.stream, given.memory_stream}) {
+    if (one == nullptr) continue;
+    const Result<farandole::ProducerStream> producer = farandole::ToStream(one);
+    if (!producer.ok()) return producer.status();
+    if (request.stream_count == 0 || request.streams[0] != producer.value())
+      request.streams[request.stream_count++] = producer.value();
+  }
+  return {};
+}
+
+/// The library's own results are on a GPU where there is a stream. The operation holds an allocator
+/// until it has finished; the handle holds the library's until the caller has taken them.
+Status MakeAllocator(Engine& engine, const farandole_request& given, Request& request) {
+  if (given.allocator != nullptr) {
+    FARANDOLE_RETURN_IF_ERROR(farandole::CheckAllocator(*given.allocator));
+    request.allocator = std::make_shared<farandole::CallbackResults>(*given.allocator);
+  }
+  if (given.in_library == 0) return {};
+  farandole::Device* device = nullptr;
+  if (request.stream_count > 0) {
+    const Result<farandole::Device*> gpu = engine.GpuOf(request.streams[0]);
+    if (!gpu.ok()) return gpu.status();
+    device = gpu.value();
+  }
+  request.allocator = request.results = std::make_shared<farandole::LibraryResults>(device);
+  return {};
+}
+
+/// @return InvalidArgument unless there are inputs, and one place for the results.
+Status CheckPlaces(const farandole::Operation& operation, const farandole_request& given) {
+  const bool any_size = given.allocator != nullptr || given.in_library != 0;
+  if (any_size && !farandole::RowsMayDiffer(operation.name.kind)) {
+    return farandole::InvalidArgument(farandole::Describe(operation.name) +
+                                      ": its results have a size that is known; expected addresses "
+                                      "in out, or an allgather or alltoall");
+  }
+  if (operation.signature.tensors.empty()) return {};
+  const int places = (given.out != nullptr ? 1 : 0) + (given.outputs != nullptr ? 1 : 0) +
+                     (given.allocator != nullptr ? 1 : 0) + (given.in_library != 0 ? 1 : 0);
+  if (given.in != nullptr && places == 1) return {};
+  if (places > 1) {
+    return farandole::InvalidArgument(
+        farandole::Describe(operation.name) + ": its results go to " + std::to_string(places) +
+        " places; expected one of out, outputs, allocator and in_library");
+  }
+  return farandole::InvalidArgument("in and out must have one pointer per tensor");
+}
+
+/// Puts addresses or an allocator in the place of `outputs`. @return InvalidArgument.
+Status UseOutputs(const farandole::Operation& operation, const farandole_request& given,
+                  Request& request, std::vector<void*>& addresses) {
   if (farandole::RowsMayDiffer(operation.name.kind)) {
-    auto results = farandole::OutputResults::Create(operation, request.in, request.into);
+    auto results = farandole::OutputResults::Create(operation, given.in, given.outputs);
     if (!results.ok()) return results.status();
     request.allocator = std::move(results).value();
     return {};
   }
-  Result<std::vector<void*>> given = farandole::ToAddresses(operation, request.in, request.into);
-  if (!given.ok()) return given.status();
-  addresses = std::move(given).value();
-  request.out = addresses.data();
+  Result<std::vector<void*>> found = farandole::ToAddresses(operation, given.in, given.outputs);
+  if (!found.ok()) return found.status();
+  addresses = std::move(found).value();
   return {};
 }
 
-/// Claims the operation before it reads its signature or its name. Until StartClaimed or Release
-/// no other thread can redefine it, nor make it an operation of another set once its own has ended.
-Result<std::shared_ptr<Work>> StartOn(farandole::Operation& operation, Request request,
+/// Claims the operation before it reads its signature or its name: no other thread can then
+/// redefine it, nor make it an operation of another set once its own has ended. `notify` false:
+/// this thread waits at once and runs the engine itself if it can, which spares two wake-ups.
+Result<std::shared_ptr<Work>> StartOn(farandole::Operation& operation,
+                                      const farandole_request& given, Request& request,
                                       bool notify) {
   Engine& engine = *operation.engine;
+  if (given.stream != nullptr || given.memory_stream != nullptr)
+    FARANDOLE_RETURN_IF_ERROR(ReadStreams(given, request));
+  if (given.allocator != nullptr || given.in_library != 0)
+    FARANDOLE_RETURN_IF_ERROR(MakeAllocator(engine, given, request));
   engine.EnterCaller();
-  FARANDOLE_RETURN_IF_ERROR(engine.operations().Claim(operation, request.version));
+  FARANDOLE_RETURN_IF_ERROR(engine.operations().Claim(operation, given.version));
   farandole::ClaimedOperation claimed(operation);
-  if (request.version == 0 && operation.name.set != farandole::kGlobalSet) {
+  if (given.version == 0 && operation.name.set != farandole::kGlobalSet) {
     return farandole::InvalidArgument(
         "version is 0; expected the one that farandole_prepare gave, because an operation of a "
         "process set may be another one's when that has ended");
   }
-  const size_t count = operation.signature.tensors.size();
-  Result<farandole::Vote> vote = ToVote(operation, request.votes, request.failed);
-  Status good = vote.status();
-  if (good.ok() && request.allocator != nullptr && !farandole::RowsMayDiffer(operation.name.kind)) {
-    good = farandole::InvalidArgument(farandole::Describe(operation.name) +
-                                      ": its results have a size that is known; expected "
-                                      "farandole_start, or an allgather or alltoall");
-  }
-  const bool has_results =
-      request.out != nullptr || request.into != nullptr || request.allocator != nullptr;
-  if (good.ok() && count > 0 && (request.in == nullptr || !has_results))
-    good = farandole::InvalidArgument("in and out must have one pointer per tensor");
+  const Result<farandole::Vote> vote = ToVote(operation, given.votes, given.failed);
+  if (!vote.ok()) return vote.status();
+  FARANDOLE_RETURN_IF_ERROR(CheckPlaces(operation, given));
   std::vector<void*> addresses;
-  if (good.ok() && request.into != nullptr) good = UseOutputs(operation, request, addresses);
-  if (!good.ok()) return good;
-  claimed.HandOn();
-  const bool allocates = request.allocator != nullptr;
-  return engine.StartClaimed(operation, {request.in, count}, {request.out, allocates ? 0 : count},
-                             vote.value(), notify, request.producers, std::move(request.allocator));
+  if (given.outputs != nullptr && given.failed == nullptr)
+    FARANDOLE_RETURN_IF_ERROR(UseOutputs(operation, given, request, addresses));
+  const size_t count = operation.signature.tensors.size();
+  void* const* const out = addresses.empty() ? given.out : addresses.data();
+  return engine.StartClaimed(claimed, {given.in, count}, {out, out == nullptr ? 0 : count},
+                             vote.value(), notify, {request.streams.data(), request.stream_count},
+                             std::move(request.allocator));
 }
 
-int StartWork(farandole_operation* handle, const Request& request, farandole_work** work) {
-  if (handle == nullptr || work == nullptr) return ReportNull("operation or work");
+/// @return false for what is NULL or too short, which it has reported.
+bool IsGood(const farandole_operation* handle, const farandole_request* given,
+            farandole_work** work) {
+  if (handle == nullptr || given == nullptr || work == nullptr)
+    return ReportNull("operation, request or work") == FARANDOLE_OK;
+  return Report(FARANDOLE_CHECK_STRUCT(farandole_request, *given)) == FARANDOLE_OK;
+}
+
+}  // namespace
+
+int farandole_start_request(farandole_operation* handle, const farandole_request* given,
+                            farandole_work** work) try {
+  if (!IsGood(handle, given, work)) return FARANDOLE_INVALID_ARGUMENT;
   farandole::Operation& operation = *FromHandle(handle);
   auto owned = std::make_unique<farandole_work>();  // before anything is in flight
-  Result<std::shared_ptr<Work>> started = StartOn(operation, request, true);
+  Request request;
+  Result<std::shared_ptr<Work>> started = StartOn(operation, *given, request, true);
   if (!started.ok()) return Report(started.status());
-  *owned = {std::move(started).value(), operation.engine};
+  *owned = {std::move(started).value(), operation.engine, std::move(request.results)};
   *work = owned.release();
   return FARANDOLE_OK;
+} catch (...) {
+  return ReportException();
 }
 
-/// Starts without notifying the engine's thread: this thread waits at once and runs the engine
-/// itself if it can, which spares two wake-ups. A handle is allocated only if time runs out.
-int RunWork(farandole_operation* handle, const Request& request, double timeout_s,
-            farandole_work** work) {
-  if (handle == nullptr || work == nullptr) return ReportNull("operation or work");
+// A handle is allocated only if time runs out.
+int farandole_run_request(farandole_operation* handle, const farandole_request* given,
+                          double timeout_s, farandole_work** work) try {
+  if (!IsGood(handle, given, work)) return FARANDOLE_INVALID_ARGUMENT;
   *work = nullptr;
+  if (given->stream != nullptr || given->in_library != 0) {
+    return Report(
+        farandole::InvalidArgument("farandole_run_request with a stream or in_library; expected "
+                                   "farandole_start_request, whose "
+                                   "work says when the results are complete"));
+  }
   farandole::Operation& operation = *FromHandle(handle);
-  Result<std::shared_ptr<Work>> started = StartOn(operation, request, false);
+  Request request;
+  Result<std::shared_ptr<Work>> started = StartOn(operation, *given, request, false);
   if (!started.ok()) return Report(started.status());
   const int code = farandole::WaitFor(*operation.engine, *started.value(), timeout_s);
   if (code == FARANDOLE_PENDING)
     *work = new farandole_work{std::move(started).value(), operation.engine};
   return code;
-}
-
-/// The library's own results, of a GPU where there is a stream.
-Result<std::shared_ptr<farandole::LibraryResults>> MakeResults(
-    Engine& engine, const farandole::ProducerStream* stream) {
-  farandole::Device* device = nullptr;
-  if (stream != nullptr) {
-    const Result<farandole::Device*> gpu = engine.GpuOf(*stream);
-    if (!gpu.ok()) return gpu.status();
-    device = gpu.value();
-  }
-  return std::make_shared<farandole::LibraryResults>(device);
-}
-
-}  // namespace
-
-int farandole_start(farandole_operation* handle, uint32_t version, const void* const* in,
-                    void* const* out, const uint8_t* votes, const char* failed,
-                    farandole_work** work) try {
-  return StartWork(handle, {version, in, out, votes, failed, {}}, work);
 } catch (...) {
   return ReportException();
 }
 
-// The stream is used during the call only, to record the event after which inputs may be read.
-int farandole_start_on(farandole_operation* handle, uint32_t version, const void* const* in,
-                       void* const* out, const uint8_t* votes, const char* failed,
-                       const farandole_stream* stream, farandole_work** work) try {
-  Result<farandole::ProducerStream> producer = farandole::ToStream(stream);
-  if (!producer.ok()) return Report(producer.status());
-  return StartWork(handle, {version, in, out, votes, failed, {&producer.value(), 1}}, work);
-} catch (...) {
-  return ReportException();
-}
-
-int farandole_start_allocating(farandole_operation* handle, uint32_t version, const void* const* in,
-                               const farandole_allocator* allocator, const farandole_stream* stream,
-                               farandole_work** work) try {
-  return farandole_start_allocating_on(handle, version, in, allocator, stream, nullptr, work);
-} catch (...) {
-  return ReportException();
-}
-
-int farandole_start_allocating_on(farandole_operation* handle, uint32_t version,
-                                  const void* const* in, const farandole_allocator* allocator,
-                                  const farandole_stream* stream,
-                                  const farandole_stream* memory_stream,
-                                  farandole_work** work) try {
-  if (handle == nullptr || work == nullptr) return ReportNull("operation or work");
-  std::vector<farandole::ProducerStream> producers;
-  // The last one is where the allocator's memory is free.
-  for (const farandole_stream* const one : {stream, memory_stream}) {
-    if (one == nullptr) continue;
-    const Result<farandole::ProducerStream> producer = farandole::ToStream(one);
-    if (!producer.ok()) return Report(producer.status());
-    if (producers.empty() || producers.back() != producer.value())
-      producers.push_back(producer.value());
-  }
-  // The operation holds the allocator until it has finished; the handle holds the library's results
-  // until the caller has taken them, which may be after that.
-  std::shared_ptr<farandole::LibraryResults> results;
-  std::shared_ptr<farandole::ResultAllocator> memory;
-  if (allocator == nullptr) {
-    auto made =
-        MakeResults(*FromHandle(handle)->engine, producers.empty() ? nullptr : producers.data());
-    if (!made.ok()) return Report(made.status());
-    memory = results = std::move(made).value();
-  } else {
-    if (const Status checked = farandole::CheckAllocator(*allocator); !checked.ok())
-      return Report(checked);
-    memory = std::make_shared<farandole::CallbackResults>(*allocator);
-  }
-  const int code = StartWork(
-      handle, {version, in, nullptr, nullptr, nullptr, producers, std::move(memory)}, work);
-  if (code == FARANDOLE_OK) (*work)->results = std::move(results);
-  return code;
+int farandole_output_rows(const farandole_context* context, int32_t kind, uint32_t set,
+                          int64_t rows, int64_t* out) try {
+  if (context == nullptr || out == nullptr) return ReportNull("context or out");
+  if (kind < 0 || kind > FARANDOLE_BARRIER)
+    return Report(farandole::InvalidArgument("collective kind " + std::to_string(kind)));
+  const Engine& engine = context->context->engine();
+  const Result<farandole::ProcessSetInfo> found = engine.operations().FindSet(set);
+  if (!found.ok()) return Report(found.status());
+  *out = farandole::ResultRows(static_cast<farandole::OpKind>(kind), rows, found.value().ranks,
+                               engine.rank());
+  return FARANDOLE_OK;
 } catch (...) {
   return ReportException();
 }
@@ -472,35 +477,6 @@ int farandole_is_complete(const farandole_work* work) {
   Result<bool> complete = work->work->end()->IsComplete();
   if (!complete.ok()) return Report(complete.status());
   return complete.value() ? FARANDOLE_OK : FARANDOLE_PENDING;
-}
-
-int farandole_run(farandole_operation* handle, uint32_t version, const void* const* in,
-                  void* const* out, double timeout_s, farandole_work** work) try {
-  return RunWork(handle, {version, in, out, nullptr, nullptr, {}}, timeout_s, work);
-} catch (...) {
-  return ReportException();
-}
-
-int farandole_start_into(farandole_operation* handle, uint32_t version, const void* const* in,
-                         const farandole_output* out, const farandole_stream* stream,
-                         farandole_work** work) try {
-  Result<farandole::ProducerStream> producer = farandole::ProducerStream();
-  if (stream != nullptr) producer = farandole::ToStream(stream);
-  if (!producer.ok()) return Report(producer.status());
-  const size_t streams = stream != nullptr ? 1 : 0;
-  return StartWork(
-      handle, {version, in, nullptr, nullptr, nullptr, {&producer.value(), streams}, nullptr, out},
-      work);
-} catch (...) {
-  return ReportException();
-}
-
-int farandole_run_into(farandole_operation* handle, uint32_t version, const void* const* in,
-                       const farandole_output* out, double timeout_s, farandole_work** work) try {
-  return RunWork(handle, {version, in, nullptr, nullptr, nullptr, {}, nullptr, out}, timeout_s,
-                 work);
-} catch (...) {
-  return ReportException();
 }
 
 int farandole_wait(farandole_work* work, double timeout_s) try {

@@ -20,7 +20,7 @@ struct farandole_context {
 struct farandole_work {
   std::shared_ptr<farandole::Work> work;
   farandole::Engine* engine;
-  /// Of farandole_start_allocating without an allocator.
+  /// Of farandole_request::in_library.
   std::shared_ptr<farandole::LibraryResults> results = nullptr;
 };
 

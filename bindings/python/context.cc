@@ -594,7 +594,9 @@ int Context::Start(const Submission& submission, const std::shared_ptr<Work>& wo
   // Another thread may drop it while this one is in the library.
   const std::shared_ptr<farandole_operation> held = prepared.handle;
   farandole_operation* const operation = held.get();
-  const uint32_t version = prepared.version;
+  farandole_request request{};
+  request.struct_size = sizeof request;
+  request.version = prepared.version;
   std::array<const void*, 8> few_in{};
   std::array<void*, 8> few_out{};
   const size_t count = work->sources_.size();
@@ -607,38 +609,34 @@ int Context::Start(const Submission& submission, const std::shared_ptr<Work>& wo
     if (work->allocates()) continue;
     out[i] = work->in_place_ ? work->sources_[i].data : work->results_[i].data;
   }
+  request.in = in;
   const OptionalText failed(submission.failed);
-  const bool allocates = work->allocates() && failed.c_str() == nullptr;
+  request.failed = failed.c_str();
+  farandole_stream stream{};
+  if (work->is_cuda()) {
+    stream = work->StreamNow();
+    request.stream = &stream;
+  }
+  // A thread of the library allocates, whose current stream is the device's default one.
+  const farandole_stream order{sizeof order, stream.device, nullptr};
+  const farandole_allocator allocator{sizeof allocator, work.get(), &Work::AllocateResult};
+  const std::vector<farandole_output> outputs = work->Outputs();
+  if (!outputs.empty()) {
+    request.outputs = outputs.data();
+  } else if (!work->allocates()) {
+    request.out = out;
+  } else {
+    if (work->is_cuda()) request.memory_stream = &order;
+    request.in_library = work->uses_frontends_memory() ? 0 : 1;
+    if (request.in_library == 0) request.allocator = &allocator;
+  }
   // What comes after the result may be interrupted, and is then asked for once more: by the work.
-  const bool is_plain = submission.finish.is_none() && failed.c_str() == nullptr;
-  if (submission.blocks && is_plain && !allocates && !work->is_cuda()) {
-    const std::vector<farandole_output> outputs = work->Outputs();
-    const CallGuard guard(*this);
-    const py::gil_scoped_release release;
-    if (!outputs.empty())
-      return farandole_run_into(operation, version, in, outputs.data(), kSliceSeconds,
-                                &work->handle_);
-    return farandole_run(operation, version, in, out, kSliceSeconds, &work->handle_);
-  }
-  std::optional<farandole_stream> stream;
-  if (work->is_cuda()) stream = work->StreamNow();
-  if (work->has_outputs() && failed.c_str() == nullptr) {
-    const std::vector<farandole_output> outputs = work->Outputs();
-    return farandole_start_into(operation, version, in, outputs.data(), stream ? &*stream : nullptr,
-                                &work->handle_);
-  }
-  if (allocates) {
-    // A thread of the library allocates, whose current stream is the device's default one.
-    farandole_stream order{sizeof(farandole_stream), stream ? stream->device : 0, nullptr};
-    const farandole_allocator allocator{sizeof allocator, work.get(), &Work::AllocateResult};
-    return farandole_start_allocating_on(
-        operation, version, in, work->uses_frontends_memory() ? &allocator : nullptr,
-        stream ? &*stream : nullptr, stream ? &order : nullptr, &work->handle_);
-  }
-  return stream ? farandole_start_on(operation, version, in, out, nullptr, failed.c_str(), &*stream,
-                                     &work->handle_)
-                : farandole_start(operation, version, in, out, nullptr, failed.c_str(),
-                                  &work->handle_);
+  const bool is_plain = submission.finish.is_none() && request.failed == nullptr;
+  if (!submission.blocks || !is_plain || work->allocates() || work->is_cuda())
+    return farandole_start_request(operation, &request, &work->handle_);
+  const CallGuard guard(*this);
+  const py::gil_scoped_release release;
+  return farandole_run_request(operation, &request, kSliceSeconds, &work->handle_);
 }
 
 py::object Context::Submit(const Submission& submission) {

@@ -3,6 +3,7 @@
 A rule takes the tree as {path: text}, so that `lint_test.py` can show it a small bad sample.
 """
 
+import ast
 import json
 import posixpath
 import re
@@ -92,6 +93,38 @@ def layering(tree: Tree) -> Iterator[str]:
             own, other = inner_folder(path, layer), inner_folder(found.group(1), layer)
             if not may_include(layer, own, other):
                 yield f"{path}:{number}: {layer}/{own} must not include from {layer}/{other}"
+
+
+def imports_of(code: str, modules: Iterable[str]) -> set[str]:
+    """Which of `modules` the code imports, wherever; but for what only a type checker reads."""
+    found = set()
+    waiting: list[ast.AST] = [ast.parse(code)]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            waiting += node.orelse
+            continue
+        waiting += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            full = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= full & set(modules) or {node.module}
+    return found & set(modules)
+
+
+def import_cycles(tree: Tree) -> Iterator[str]:
+    """No modules of the package import one another in a circle, inside of functions neither."""
+    files = {path: PurePosixPath(path) for path in tree if re.match(r"bindings/python/farandole/.*\.pyi?$", path)}
+    names = {path: ".".join((*file.parts[2:-1], file.stem)).removesuffix(".__init__") for path, file in files.items()}
+    imports = {name: imports_of(tree[path], names.values()) for path, name in names.items()}
+    circle = dict(imports)
+    while ends := {name for name, others in circle.items() if not others & circle.keys()}:
+        circle = {name: others for name, others in circle.items() if name not in ends}
+    while starts := circle.keys() - set().union(*circle.values()):
+        circle = {name: others for name, others in circle.items() if name not in starts}
+    for name, others in sorted(circle.items()):
+        yield f"{name} imports {', '.join(sorted(others & circle.keys()))}, in a circle"
 
 
 def environment(tree: Tree) -> Iterator[str]:
@@ -296,7 +329,7 @@ def variables(tree: Tree) -> Iterator[str]:
                 yield f"{path}:{number}: {name} is not on {SETTINGS_PAGE}"
 
 
-RULES = [layering, environment, threads, backend_conditionals, machine_paths, words, sizes, reasons,
+RULES = [layering, import_cycles, environment, threads, backend_conditionals, machine_paths, words, sizes, reasons,
          top_level, columns, links, snippets, labels, variables]
 
 
