@@ -8,9 +8,9 @@
 
 #include "bindings/c/handles.h"
 
-using farandole::Context;
 using farandole::Engine;
 using farandole::FromHandle;
+using farandole::Generation;
 using farandole::Report;
 using farandole::ReportException;
 using farandole::ReportNull;
@@ -98,12 +98,12 @@ int farandole_init_for(const farandole_init_options* options, double timeout_s,
   if (*context == nullptr) {
     const Result<farandole::InitOptions> init = ToInitOptions(options);
     if (!init.ok()) return Report(init.status());
-    Result<std::unique_ptr<Context>> begun = Context::Begin(init.value());
+    Result<std::unique_ptr<Generation>> begun = Generation::Begin(init.value());
     if (!begun.ok()) return Report(begun.status());
     *context = new farandole_context{std::move(begun).value(), {}, {}};
   }
   // The handle is the state of the call: it stays in *context while the answer is PENDING.
-  Result<bool> joined = (*context)->context->Joined(farandole::TimeoutNs(timeout_s));
+  Result<bool> joined = (*context)->generation->Joined(farandole::TimeoutNs(timeout_s));
   if (joined.ok()) return joined.value() ? FARANDOLE_OK : FARANDOLE_PENDING;
   farandole_release(std::exchange(*context, nullptr));
   return Report(joined.status());
@@ -115,9 +115,9 @@ int farandole_init_for(const farandole_init_options* options, double timeout_s,
 
 int farandole_init_in_process(int size, farandole_context** out) try {
   if (out == nullptr) return ReportNull("out");
-  Result<std::vector<std::unique_ptr<Context>>> contexts = Context::InProcess(size);
+  Result<std::vector<std::unique_ptr<Generation>>> contexts = Generation::InProcess(size);
   if (!contexts.ok()) return Report(contexts.status());
-  for (std::unique_ptr<Context>& context : contexts.value())
+  for (std::unique_ptr<Generation>& context : contexts.value())
     *out++ = new farandole_context{std::move(context), {}, {}};
   return FARANDOLE_OK;
 } catch (...) {
@@ -141,31 +141,31 @@ int farandole_leave_at_exit(farandole_context* context, int32_t reason, const ch
   if (cause != nullptr) parting.failure.cause = cause;
   if (reason == FARANDOLE_EXIT_BY_ERROR) parting.failure.kind = farandole::FailureKind::kError;
   const int64_t timeout_ns = farandole::TimeoutNs(timeout_s);
-  if (!context->context->Shutdown(timeout_ns, std::move(parting))) return FARANDOLE_PENDING;
-  return Report(context->context->shutdown_status());
+  if (!context->generation->Shutdown(timeout_ns, std::move(parting))) return FARANDOLE_PENDING;
+  return Report(context->generation->shutdown_status());
 } catch (...) {
   return ReportException();
 }
 
 void farandole_release(farandole_context* context) {
   if (context == nullptr) return;
-  context->context->Close();
+  context->generation->Close();
   // Leaked on purpose where a thread that was left behind may return into it, as this one does when
   // a callback calls this.
-  if (!context->context->given_up() && !context->context->IsInCallback()) delete context;
+  if (!context->generation->given_up() && !context->generation->IsInCallback()) delete context;
 }
 
 int farandole_check(const farandole_context* context) try {
   if (context == nullptr) return ReportNull("context");
-  return Report(context->context->engine().operations().FindSet(farandole::kGlobalSet).status());
+  return Report(context->generation->engine().operations().FindSet(farandole::kGlobalSet).status());
 } catch (...) {
   return ReportException();
 }
 
 int farandole_get_topology(const farandole_context* context, farandole_topology* out) try {
   if (context == nullptr || out == nullptr) return ReportNull("context or out");
-  const Engine& engine = context->context->engine();
-  const farandole::Rendezvous& rendezvous = context->context->rendezvous();
+  const Engine& engine = context->generation->engine();
+  const farandole::Rendezvous& rendezvous = context->generation->rendezvous();
   *out = {engine.rank(),         engine.size(),         rendezvous.local_rank,
           rendezvous.local_size, rendezvous.cross_rank, rendezvous.cross_size};
   return FARANDOLE_OK;
@@ -186,7 +186,7 @@ int farandole_prepare(farandole_context* context, const farandole_params* params
       farandole::ToTensorSignatures(tensors, count);
   if (!signatures.ok()) return Report(signatures.status());
   signature.value().tensors = std::move(signatures).value();
-  Engine& engine = context->context->engine();
+  Engine& engine = context->generation->engine();
   // After the tensors, whose number says how many splits there are.
   const Result<std::vector<int64_t>> splits =
       farandole::ToSplits(*params, engine, signature.value().tensors.size());
@@ -433,7 +433,8 @@ int farandole_buffer_allocate(farandole_context* context, int64_t bytes,
     return Report(farandole::InvalidArgument("a buffer of " + std::to_string(bytes) +
                                              " bytes; expected at least 0"));
   }
-  Result<std::shared_ptr<std::byte>> memory = context->context->AllocateBuffer(bytes);
+  Result<std::shared_ptr<std::byte>> memory = context->generation->AllocateShared(bytes);
+  if (memory.value() == nullptr) memory = farandole::AllocateZeroes(bytes);
   if (!memory.ok()) return Report(memory.status());
   *out = new farandole_buffer(std::move(memory).value(), bytes);
   return FARANDOLE_OK;
@@ -543,7 +544,7 @@ void farandole_work_release(farandole_work* work) { delete work; }
 
 int farandole_join(farandole_context* context, double timeout_s, int* last_rank) try {
   if (context == nullptr || last_rank == nullptr) return ReportNull("context or last_rank");
-  Engine& engine = context->context->engine();
+  Engine& engine = context->generation->engine();
   // The join goes on between calls, so that a call after PENDING waits for the same one. The mutex
   // is held while this thread sleeps: a second caller waits for it, too.
   std::lock_guard lock(context->join_mutex);
@@ -567,10 +568,10 @@ int farandole_join(farandole_context* context, double timeout_s, int* last_rank)
 int32_t farandole_counters(const farandole_context* context, const char** names, int64_t* values,
                            int32_t capacity) {
   if (context == nullptr) return 0;
-  context->context->CountWakeUps();
+  context->generation->CountWakeUps();
   int32_t count = 0;
   for (const farandole::NamedCount& one :
-       farandole::Snapshot(context->context->engine().counters())) {
+       farandole::Snapshot(context->generation->engine().counters())) {
     if (count < capacity) {
       // With a NUL behind it, as CounterName gives literals.
       if (names != nullptr) names[count] = one.name.data();
@@ -583,14 +584,14 @@ int32_t farandole_counters(const farandole_context* context, const char** names,
 
 int farandole_timeline_start(farandole_context* context, const char* path, int marks_cycles) try {
   if (context == nullptr || path == nullptr) return ReportNull("context or path");
-  return Report(context->context->timeline().Start(path, marks_cycles != 0));
+  return Report(context->generation->timeline().Start(path, marks_cycles != 0));
 } catch (...) {
   return ReportException();
 }
 
 int farandole_timeline_stop(farandole_context* context) try {
   if (context == nullptr) return ReportNull("context");
-  return Report(context->context->timeline().Stop());
+  return Report(context->generation->timeline().Stop());
 } catch (...) {
   return ReportException();
 }
@@ -601,7 +602,7 @@ int farandole_get_setting(const farandole_context* context, const char* name,
     return ReportNull("context, name or value");
   // For each thread, so that no other thread's call changes the text that this caller reads.
   thread_local std::string text;
-  for (farandole::SettingText& setting : farandole::Describe(context->context->config())) {
+  for (farandole::SettingText& setting : farandole::Describe(context->generation->config())) {
     if (setting.name != name) continue;
     text = std::move(setting.value);
     *value = text.c_str();

@@ -71,7 +71,7 @@ int farandole_gradients_create(farandole_context* context, const farandole_param
   if (options == nullptr) options = &defaults;
   if (const Status checked = CheckOptions(*options); !checked.ok()) return Report(checked);
   Result<GradientRound::Options> round =
-      ToOptions(*params, *options, context->context->config().group_bytes);
+      ToOptions(*params, *options, context->generation->config().group_bytes);
   if (!round.ok()) return Report(round.status());
   Result<std::vector<farandole::TensorSignature>> signatures =
       farandole::ToTensorSignatures(tensors, count);
@@ -84,9 +84,9 @@ int farandole_gradients_create(farandole_context* context, const farandole_param
   if (options->allocator != nullptr)
     results = std::make_shared<farandole::CallbackResults>(*options->allocator);
   *out = new farandole_gradients{
-      GradientRound(context->context->engine(), std::move(round).value(),
-                    std::move(signatures).value(), labels, &context->context->wraps(), results),
-      &context->context->engine(), std::move(library)};
+      GradientRound(context->generation->engine(), std::move(round).value(),
+                    std::move(signatures).value(), labels, &context->generation->wraps(), results),
+      &context->generation->engine(), std::move(library)};
   return FARANDOLE_OK;
 } catch (...) {
   return ReportException();

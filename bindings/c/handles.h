@@ -6,13 +6,13 @@
 #include <string>
 #include <vector>
 
-#include "bindings/c/context.h"
 #include "bindings/c/farandole.h"
 #include "bindings/c/result_memory.h"
 #include "coordinator/engine/gradient_round.h"
+#include "coordinator/job/generation.h"
 
 struct farandole_context {
-  std::unique_ptr<farandole::Context> context;
+  std::unique_ptr<farandole::Generation> generation;
   std::mutex join_mutex;
   std::shared_ptr<farandole::Work> joining;  ///< Until its outcome has been returned.
 };

@@ -1,4 +1,4 @@
-#include "bindings/c/process.h"
+#include "coordinator/job/world.h"
 
 #include <dlfcn.h>
 #include <fcntl.h>

@@ -1,4 +1,4 @@
-#include "bindings/c/bootstrap.h"
+#include "coordinator/job/bootstrap.h"
 
 #include <unistd.h>
 
@@ -13,12 +13,12 @@
 #include <optional>
 #include <utility>
 
-#include "bindings/c/process.h"
 #include "coordinator/control/graces.h"
 #include "coordinator/control/host_transport.h"
 #include "coordinator/control/in_process.h"
 #include "coordinator/control/tcp_network.h"
 #include "coordinator/control/watched_transport.h"
+#include "coordinator/job/world.h"
 #include "core/futex.h"
 #include "ops/cpu/kernels.h"
 #include "ops/p2p/plane.h"

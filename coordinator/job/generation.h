@@ -1,14 +1,14 @@
-// The composition root: builds one rank's engine over what joining the job gave it, and takes it
-// down again.
+// The composition root: one rank in one start of a job, from the join to the leave. It builds the
+// engine over what joining gave it, and takes it down again.
 #pragma once
 
 #include <memory>
 #include <mutex>
 #include <vector>
 
-#include "bindings/c/bootstrap.h"
 #include "coordinator/engine/engine.h"
 #include "coordinator/engine/gradient_round.h"
+#include "coordinator/job/bootstrap.h"
 #include "core/config.h"
 #include "core/launcher.h"
 #include "core/timeline.h"
@@ -17,22 +17,22 @@
 
 namespace farandole {
 
-/// One rank: everything the C ABI's farandole_context stands for.
+/// One rank in one start of a job, of a fixed list of ranks: what a farandole_context stands for.
 ///
 /// Thread safety: once Joined, any thread. Lifetime: parts are destroyed in reverse order of their
 /// use; if given_up(), never.
-class Context {
+class Generation {
  public:
-  ~Context();
+  ~Generation();
 
   /// The rank that the launcher and `init` say; see farandole_init. Only Joined and Shutdown may be
   /// called before Joined said true.
-  static Result<std::unique_ptr<Context>> Begin(const InitOptions& init);
+  static Result<std::unique_ptr<Generation>> Begin(const InitOptions& init);
   /// Waits up to `timeout_ns` (< 0: no limit) until all ranks have joined, then starts the engine.
   /// One thread at a time. @return false: not yet; Timeout once the init timeout has passed.
   Result<bool> Joined(int64_t timeout_ns);
   /// `size` ranks in this process.
-  static Result<std::vector<std::unique_ptr<Context>>> InProcess(int size);
+  static Result<std::vector<std::unique_ptr<Generation>>> InProcess(int size);
 
   Engine& engine() { return *engine_; }
   const Engine& engine() const { return *engine_; }
@@ -41,9 +41,8 @@ class Context {
   const Rendezvous& rendezvous() const { return joined_->rendezvous; }
   Timeline& timeline() { return *timeline_; }
   /// Host memory of this rank, zero in all bytes, that the ranks it shares memory with reduce in
-  /// where it lies. Where there are none, or no such memory is left, it is ordinary memory.
-  /// @return ResourceExhausted.
-  Result<std::shared_ptr<std::byte>> AllocateBuffer(int64_t bytes);
+  /// where it lies. nullptr: there are none, or no such memory is left.
+  std::shared_ptr<std::byte> AllocateShared(int64_t bytes);
   /// Brings the wake-up counter up to date; the doorbell counts for itself.
   void CountWakeUps();
   /// Leaves and waits up to `timeout_ns` (< 0: as long as the other ranks live) until they have
@@ -62,11 +61,11 @@ class Context {
   /// The calling thread is in a callback of a work, and returns into this.
   bool IsInCallback() const { return engine_ != nullptr && engine_->IsInCallback(); }
   /// A thread that is stuck inside a library was left behind. It may return at any later time and
-  /// uses this context then: do not destroy it.
+  /// uses this object then: do not destroy it.
   bool given_up() const { return given_up_; }
 
  private:
-  Context() = default;
+  Generation() = default;
   bool LeaveAndStop(int64_t timeout_ns, Lifecycle::Parting parting);
   void LeaveAndStop();
   Status JoinInProcess(std::shared_ptr<InProcessJob> job, int rank);

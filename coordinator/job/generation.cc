@@ -1,4 +1,4 @@
-#include "bindings/c/context.h"
+#include "coordinator/job/generation.h"
 
 #include <algorithm>
 #include <charconv>
@@ -7,9 +7,8 @@
 #include <thread>
 #include <utility>
 
-#include "bindings/c/process.h"
-#include "bindings/c/result_memory.h"
 #include "coordinator/control/host_transport.h"
+#include "coordinator/job/world.h"
 #include "ops/cpu/kernels.h"
 #include "ops/gpu/nccl/backend.h"
 #include "ops/gpu/plane.h"
@@ -72,38 +71,38 @@ EngineOptions MakeOptions(const Config& config, const Rendezvous& rendezvous,
   return options;
 }
 
-/// Contexts with other processes whose engines run: their processes may end without a
+/// Generations with other processes whose engines run: their processes may end without a
 /// farandole_shutdown.
-struct OpenContexts {
+struct OpenGenerations {
   std::mutex mutex;
-  std::vector<Context*> contexts;
+  std::vector<Generation*> generations;
 };
 
 // Never destroyed: LeaveAtExit looks at it.
-OpenContexts& Open() {
-  static auto* const open = new OpenContexts();
+OpenGenerations& Open() {
+  static auto* const open = new OpenGenerations();
   return *open;
 }
 
-// The list is not locked while a context ends, because the end of a context takes it from the list.
+// The list is not locked while a generation ends, because its end takes it from the list.
 // Registered after the handler that finalises MPI, so exit() runs it before that one.
 void LeaveAtExit(int exit_code, void*) {
   if (!IsRankProcess()) return;  // a forked child has none of the engines
   for (;;) {
     std::unique_lock lock(Open().mutex);
-    if (Open().contexts.empty()) return;
-    Context* const context = Open().contexts.back();
-    Open().contexts.pop_back();
+    if (Open().generations.empty()) return;
+    Generation* const generation = Open().generations.back();
+    Open().generations.pop_back();
     lock.unlock();
-    context->EndAtExit(exit_code);
+    generation->EndAtExit(exit_code);
   }
 }
 
-void ListOpen(Context* context) {
+void ListOpen(Generation* generation) {
   static const int registered = on_exit(LeaveAtExit, nullptr);
   (void)registered;  // fails without memory only: then the launcher ends the other ranks
   std::lock_guard lock(Open().mutex);
-  Open().contexts.push_back(context);
+  Open().generations.push_back(generation);
 }
 
 Lifecycle::Parting OfThisProcess(Lifecycle::Parting parting) {
@@ -112,9 +111,9 @@ Lifecycle::Parting OfThisProcess(Lifecycle::Parting parting) {
   return parting;
 }
 
-void UnlistOpen(Context* context) {
+void UnlistOpen(Generation* generation) {
   std::lock_guard lock(Open().mutex);
-  std::erase(Open().contexts, context);
+  std::erase(Open().generations, generation);
 }
 
 // For its exit code to reach the others.
@@ -124,12 +123,12 @@ constexpr int64_t kLastCallsNs = kNsPerSecond;
 
 }  // namespace
 
-Context::~Context() {
+Generation::~Generation() {
   if (engine_ != nullptr) Close();
   if (bootstrap_ != nullptr) bootstrap_->Abandon();
 }
 
-Result<bool> Context::Joined(int64_t timeout_ns) {
+Result<bool> Generation::Joined(int64_t timeout_ns) {
   if (engine_ != nullptr) return true;
   Result<std::unique_ptr<Connections>> joined = bootstrap_->Joined(timeout_ns);
   if (!joined.ok()) return joined.status();
@@ -140,7 +139,7 @@ Result<bool> Context::Joined(int64_t timeout_ns) {
   return true;
 }
 
-void Context::AddRecorder() {
+void Generation::AddRecorder() {
   FlightRecorder::Options options;
   options.rank = joined_->transport->rank();
   options.size = joined_->transport->size();
@@ -163,7 +162,7 @@ void Context::AddRecorder() {
 }
 
 // Nothing of a GPU is touched by this: the plane begins with its first batch.
-void Context::AddGpuPlane() {
+void Generation::AddGpuPlane() {
   gpu_ = std::make_unique<RankDevice>([this] { return DevicesOfProcess(config_); },
                                       joined_->rendezvous.local_rank);
   GpuPlaneOptions options;
@@ -181,7 +180,7 @@ void Context::AddGpuPlane() {
 
 // The hierarchical plane has one number on all ranks, so it comes before the one that only those
 // have who share memory.
-void Context::AddMemoryPlanes(NegotiationOptions& options) {
+void Generation::AddMemoryPlanes(NegotiationOptions& options) {
   options.memory = joined_->shared.group;
   options.hosts_plane = options.planes[static_cast<size_t>(DeviceKind::kCpu)];
   std::unique_ptr<DataPlane> memory;
@@ -203,7 +202,7 @@ void Context::AddMemoryPlanes(NegotiationOptions& options) {
   if (memory != nullptr) planes_.push_back(std::move(memory));
 }
 
-void Context::StartEngine(std::unique_ptr<Connections> joined) {
+void Generation::StartEngine(std::unique_ptr<Connections> joined) {
   joined_ = std::move(joined);
   planes_.push_back(std::move(joined_->flat));
   const int rank = joined_->transport->rank();
@@ -237,19 +236,19 @@ void Context::StartEngine(std::unique_ptr<Connections> joined) {
   wraps_ = std::make_unique<WrapComparison>(*engine_);
 }
 
-Result<std::shared_ptr<std::byte>> Context::AllocateBuffer(int64_t bytes) {
+std::shared_ptr<std::byte> Generation::AllocateShared(int64_t bytes) {
   const std::shared_ptr<SharedMemory>& memory = joined_->buffers;
-  if (memory == nullptr) return AllocateZeroes(bytes);
+  if (memory == nullptr) return nullptr;
   Result<std::shared_ptr<std::byte>> buffer = memory->Allocate(static_cast<size_t>(bytes));
-  if (buffer.ok()) return buffer;
+  if (buffer.ok()) return std::move(buffer).value();
   joined_->log->Write(LogLevel::kWarning,
                       "no shared memory for a buffer, whose tensors are copied to be "
                       "reduced: " +
                           buffer.status().message());
-  return AllocateZeroes(bytes);
+  return nullptr;
 }
 
-Status Context::JoinInProcess(std::shared_ptr<InProcessJob> job, int rank) {
+Status Generation::JoinInProcess(std::shared_ptr<InProcessJob> job, int rank) {
   Result<std::unique_ptr<Connections>> joined = ConnectInProcess(std::move(job), rank, config_);
   if (!joined.ok()) return joined.status();
   StartEngine(std::move(joined).value());
@@ -257,31 +256,31 @@ Status Context::JoinInProcess(std::shared_ptr<InProcessJob> job, int rank) {
 }
 
 // A single rank never loads MPI, also if mpirun started it.
-Result<std::unique_ptr<Context>> Context::Begin(const InitOptions& init) {
+Result<std::unique_ptr<Generation>> Generation::Begin(const InitOptions& init) {
   const Environment environment = ReadEnvironment();
   Result<Config> config = ParseConfig(environment);
   if (!config.ok()) return config.status();
   Result<Launcher> launcher = DetectLauncher(environment, init);
   if (!launcher.ok()) return launcher.status();
-  std::unique_ptr<Context> context(new Context());
-  context->config_ = std::move(config).value();
+  std::unique_ptr<Generation> generation(new Generation());
+  generation->config_ = std::move(config).value();
   const bool is_set = environment.contains("FARANDOLE_STALL_SHUTDOWN_S") ||
                       environment.contains("FARANDOLE_STALL_SHUTDOWN_TIME_SECONDS");
-  if (!is_set) context->config_.stall_shutdown_s = init.timeout_s;
-  context->in_order_ = init.in_order;
-  context->compute_threads_ = ComputeThreads(environment);
+  if (!is_set) generation->config_.stall_shutdown_s = init.timeout_s;
+  generation->in_order_ = init.in_order;
+  generation->compute_threads_ = ComputeThreads(environment);
   if (launcher.value().size == 1) {
-    FARANDOLE_RETURN_IF_ERROR(context->JoinInProcess(JobInProcess(1), 0));
-    return context;
+    FARANDOLE_RETURN_IF_ERROR(generation->JoinInProcess(JobInProcess(1), 0));
+    return generation;
   }
   Result<std::shared_ptr<Bootstrap>> begun =
-      Bootstrap::Begin(environment, context->config_, launcher.value());
+      Bootstrap::Begin(environment, generation->config_, launcher.value());
   if (!begun.ok()) return begun.status();
-  context->bootstrap_ = std::move(begun).value();
-  return context;
+  generation->bootstrap_ = std::move(begun).value();
+  return generation;
 }
 
-Result<std::vector<std::unique_ptr<Context>>> Context::InProcess(int size) {
+Result<std::vector<std::unique_ptr<Generation>>> Generation::InProcess(int size) {
   if (size < 1 || size > 1024) {
     return InvalidArgument("size " + std::to_string(size) +
                            " of an in-process job; expected 1 to 1024");
@@ -289,18 +288,18 @@ Result<std::vector<std::unique_ptr<Context>>> Context::InProcess(int size) {
   Result<Config> config = ParseConfig(ReadEnvironment());
   if (!config.ok()) return config.status();
   const std::shared_ptr<InProcessJob> job = JobInProcess(size);
-  std::vector<std::unique_ptr<Context>> contexts;
+  std::vector<std::unique_ptr<Generation>> generations;
   for (int rank = 0; rank < size; ++rank) {
-    contexts.emplace_back(new Context());
-    contexts.back()->config_ = config.value();
+    generations.emplace_back(new Generation());
+    generations.back()->config_ = config.value();
   }
   for (int rank = 0; rank < size; ++rank) {
-    FARANDOLE_RETURN_IF_ERROR(contexts[static_cast<size_t>(rank)]->JoinInProcess(job, rank));
+    FARANDOLE_RETURN_IF_ERROR(generations[static_cast<size_t>(rank)]->JoinInProcess(job, rank));
   }
-  return contexts;
+  return generations;
 }
 
-void Context::CountWakeUps() {
+void Generation::CountWakeUps() {
   // The doorbell's own count only grows. Under the mutex, so that two threads that read the
   // counters do not both add the same difference.
   std::lock_guard lock(wake_ups_);
@@ -312,7 +311,7 @@ void Context::CountWakeUps() {
 // The caller sleeps: were it to run the engine in its thread's place, it could be the one that is
 // stuck. The wait has no limit of its own: a rank that stopped earlier would end those still at
 // work. A peer's death, and the watchdog where this rank's engine is stuck, end the leave.
-bool Context::LeaveAndStop(int64_t timeout_ns, Lifecycle::Parting parting) {
+bool Generation::LeaveAndStop(int64_t timeout_ns, Lifecycle::Parting parting) {
   std::lock_guard lock(shutdown_);
   if (down_) return true;
   if (engine_ == nullptr) {
@@ -327,7 +326,7 @@ bool Context::LeaveAndStop(int64_t timeout_ns, Lifecycle::Parting parting) {
 }
 
 // One thread may close the ranks of its process one after another: the first would wait for ever.
-void Context::LeaveAndStop() {
+void Generation::LeaveAndStop() {
   const bool is_in_process = joined_ != nullptr && joined_->job != nullptr;
   if (LeaveAndStop(is_in_process ? ToNs(config_.shutdown_timeout_s) : -1, {})) return;
   std::lock_guard lock(shutdown_);
@@ -336,7 +335,7 @@ void Context::LeaveAndStop() {
 
 // Not under the mutex, since a callback may ask for the shutdown, too. All works have ended when
 // the engine is down, so no callback comes to be due later.
-bool Context::Shutdown(int64_t timeout_ns, Lifecycle::Parting parting) {
+bool Generation::Shutdown(int64_t timeout_ns, Lifecycle::Parting parting) {
   const int64_t until_ns = timeout_ns < 0 ? kNever : SteadyClock().NowNs() + timeout_ns;
   if (!LeaveAndStop(timeout_ns, std::move(parting))) return false;
   if (engine_ == nullptr || given_up()) return true;
@@ -344,7 +343,7 @@ bool Context::Shutdown(int64_t timeout_ns, Lifecycle::Parting parting) {
   return engine_->AwaitCallbacks(timeout_ns < 0 ? -1 : left_ns);
 }
 
-void Context::Close() {
+void Generation::Close() {
   LeaveAndStop();
   // One that is stuck in a library does not return; true: there is no limit.
   if (engine_ != nullptr && !given_up()) (void)engine_->AwaitCallbacks(-1);
@@ -352,7 +351,7 @@ void Context::Close() {
 
 // A rank that ends well waits for the others. One that ends badly ends the job in any case. Another
 // thread may be inside Shutdown then, without a limit.
-void Context::EndAtExit(int exit_code) {
+void Generation::EndAtExit(int exit_code) {
   if (recorder_ != nullptr) recorder_->FinishDumps();
   if (exit_code == 0) {
     LeaveAndStop();
@@ -373,7 +372,7 @@ void Context::EndAtExit(int exit_code) {
   joined_->log->Write(LogLevel::kWarning, shutdown_status_.message());
 }
 
-Status Context::shutdown_status() {
+Status Generation::shutdown_status() {
   std::lock_guard lock(shutdown_);
   return shutdown_status_;
 }
@@ -381,7 +380,7 @@ Status Context::shutdown_status() {
 // Under shutdown_, once. In this order: whether all have left is asked before Stop fails what is
 // pending; the timeline takes spans until the engine thread has ended; the planes go last, since
 // the engine calls them.
-void Context::StopEngine() {
+void Generation::StopEngine() {
   UnlistOpen(this);
   down_ = true;
   shutdown_status_ = leaving_->done() ? leaving_->status()
