@@ -71,49 +71,10 @@ EngineOptions MakeOptions(const Config& config, const Rendezvous& rendezvous,
   return options;
 }
 
-/// Generations with other processes whose engines run: their processes may end without a
-/// farandole_shutdown.
-struct OpenGenerations {
-  std::mutex mutex;
-  std::vector<Generation*> generations;
-};
-
-// Never destroyed: LeaveAtExit looks at it.
-OpenGenerations& Open() {
-  static auto* const open = new OpenGenerations();
-  return *open;
-}
-
-// The list is not locked while a generation ends, because its end takes it from the list.
-// Registered after the handler that finalises MPI, so exit() runs it before that one.
-void LeaveAtExit(int exit_code, void*) {
-  if (!IsRankProcess()) return;  // a forked child has none of the engines
-  for (;;) {
-    std::unique_lock lock(Open().mutex);
-    if (Open().generations.empty()) return;
-    Generation* const generation = Open().generations.back();
-    Open().generations.pop_back();
-    lock.unlock();
-    generation->EndAtExit(exit_code);
-  }
-}
-
-void ListOpen(Generation* generation) {
-  static const int registered = on_exit(LeaveAtExit, nullptr);
-  (void)registered;  // fails without memory only: then the launcher ends the other ranks
-  std::lock_guard lock(Open().mutex);
-  Open().generations.push_back(generation);
-}
-
 Lifecycle::Parting OfThisProcess(Lifecycle::Parting parting) {
   parting.failure.host = HostName();
   parting.failure.pid = getpid();
   return parting;
-}
-
-void UnlistOpen(Generation* generation) {
-  std::lock_guard lock(Open().mutex);
-  std::erase(Open().generations, generation);
 }
 
 // For its exit code to reach the others.
@@ -135,7 +96,7 @@ Result<bool> Generation::Joined(int64_t timeout_ns) {
   if (joined.value() == nullptr) return false;
   bootstrap_.reset();
   StartEngine(std::move(joined).value());
-  ListOpen(this);
+  World::Get().List(this);
   return true;
 }
 
@@ -163,7 +124,7 @@ void Generation::AddRecorder() {
 
 // Nothing of a GPU is touched by this: the plane begins with its first batch.
 void Generation::AddGpuPlane() {
-  gpu_ = std::make_unique<RankDevice>([this] { return DevicesOfProcess(config_); },
+  gpu_ = std::make_unique<RankDevice>([this] { return World::Get().Devices(config_); },
                                       joined_->rendezvous.local_rank);
   GpuPlaneOptions options;
   options.device = gpu_.get();
@@ -381,7 +342,7 @@ Status Generation::shutdown_status() {
 // pending; the timeline takes spans until the engine thread has ended; the planes go last, since
 // the engine calls them.
 void Generation::StopEngine() {
-  UnlistOpen(this);
+  World::Get().Unlist(this);
   down_ = true;
   shutdown_status_ = leaving_->done() ? leaving_->status()
                                       : Timeout(
@@ -390,12 +351,12 @@ void Generation::StopEngine() {
   const bool clean = engine_->ShutDownCleanly();
   given_up_ = !engine_->Stop(kStopTimeoutNs);
   if (given_up_) {
-    UnwaitedThreadBegins();  // for good
+    World::Get().UnwaitedThreadBegins();  // for good
     shutdown_status_ = engine_->lifecycle().final_error();
   }
   const Status traced = timeline_->Stop();
   if (!traced.ok()) joined_->log->Write(LogLevel::kWarning, traced.message());
-  if (joined_->uses_mpi && !clean) MpiContextFailed();
+  if (joined_->uses_mpi && !clean) World::Get().MpiGenerationFailed();
   if (recorder_ != nullptr) recorder_->FinishDumps();
   if (given_up_) return;  // the stuck thread may still use all there is
   // Planes over MPI stay after a failure, see Connections::Close; what knows shared memory alone
