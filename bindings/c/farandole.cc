@@ -142,6 +142,9 @@ int farandole_leave_at_exit(farandole_context* context, int32_t reason, const ch
   if (reason == FARANDOLE_EXIT_BY_ERROR) parting.failure.kind = farandole::FailureKind::kError;
   const int64_t timeout_ns = farandole::TimeoutNs(timeout_s);
   if (!context->generation->Shutdown(timeout_ns, std::move(parting))) return FARANDOLE_PENDING;
+  // Who has been told by an operation, and shuts down to go on, need not be told again.
+  const bool goes_on = reason == FARANDOLE_EXIT_BY_OTHER && cause == nullptr;
+  if (goes_on && context->generation->has_told()) return FARANDOLE_OK;
   return Report(context->generation->shutdown_status());
 } catch (...) {
   return ReportException();
@@ -152,12 +155,15 @@ void farandole_release(farandole_context* context) {
   context->generation->Close();
   // Leaked on purpose where a thread that was left behind may return into it, as this one does when
   // a callback calls this.
-  if (!context->generation->given_up() && !context->generation->IsInCallback()) delete context;
+  if (context->generation->given_up() || context->generation->IsInCallback()) return;
+  farandole::World::Get().Retire(std::move(context->generation));
+  delete context;
 }
 
 int farandole_check(const farandole_context* context) try {
   if (context == nullptr) return ReportNull("context");
-  return Report(context->generation->engine().operations().FindSet(farandole::kGlobalSet).status());
+  const Engine& engine = context->generation->engine();
+  return Report(engine, engine.operations().FindSet(farandole::kGlobalSet).status());
 } catch (...) {
   return ReportException();
 }
@@ -187,18 +193,22 @@ int farandole_prepare(farandole_context* context, const farandole_params* params
   if (!signatures.ok()) return Report(signatures.status());
   signature.value().tensors = std::move(signatures).value();
   Engine& engine = context->generation->engine();
+  uint32_t uid = 0;
+  if (const int code = farandole::FromSetHandle(*context->generation, params->set, &uid))
+    return code;
   // After the tensors, whose number says how many splits there are.
   const Result<std::vector<int64_t>> splits =
-      farandole::ToSplits(*params, engine, signature.value().tensors.size());
-  if (!splits.ok()) return Report(splits.status());
+      farandole::ToSplits(*params, engine, uid, signature.value().tensors.size());
+  if (!splits.ok()) return Report(engine, splits.status());
   const auto kind = static_cast<farandole::OpKind>(params->kind);
   Result<farandole::Operation*> prepared =
-      name == nullptr ? engine.operations().PrepareUnnamed(params->set, kind, signature.value(),
-                                                           version, splits.value())
-                      : engine.operations().Prepare({params->set, kind, name}, signature.value(),
-                                                    version, splits.value());
-  if (!prepared.ok()) return Report(prepared.status());
+      name == nullptr ? engine.operations().PrepareUnnamed(uid, kind, signature.value(), version,
+                                                           splits.value())
+                      : engine.operations().Prepare({uid, kind, name}, signature.value(), version,
+                                                    splits.value());
+  if (!prepared.ok()) return Report(engine, prepared.status());
   if (prepared.value() == nullptr) return FARANDOLE_PENDING;
+  context->generation->CountHandles(1);
   *out = farandole::ToHandle(prepared.value());
   return FARANDOLE_OK;
 } catch (...) {
@@ -206,7 +216,10 @@ int farandole_prepare(farandole_context* context, const farandole_params* params
 }
 
 void farandole_operation_release(farandole_operation* operation) {
-  if (operation != nullptr) farandole::ReleaseOperation()(FromHandle(operation));
+  if (operation == nullptr) return;
+  const Engine& engine = *FromHandle(operation)->engine;
+  farandole::ReleaseOperation()(FromHandle(operation));
+  Generation::Of(engine).CountHandles(-1);
 }
 
 namespace {
@@ -296,7 +309,7 @@ int StartWork(farandole_operation* handle, const Request& request, farandole_wor
   farandole::Operation& operation = *FromHandle(handle);
   auto owned = std::make_unique<farandole_work>();  // before anything is in flight
   Result<std::shared_ptr<Work>> started = StartOn(operation, request, true);
-  if (!started.ok()) return Report(started.status());
+  if (!started.ok()) return Report(*operation.engine, started.status());
   *owned = {std::move(started).value(), operation.engine};
   *work = owned.release();
   return FARANDOLE_OK;
@@ -310,7 +323,7 @@ int RunWork(farandole_operation* handle, const Request& request, double timeout_
   *work = nullptr;
   farandole::Operation& operation = *FromHandle(handle);
   Result<std::shared_ptr<Work>> started = StartOn(operation, request, false);
-  if (!started.ok()) return Report(started.status());
+  if (!started.ok()) return Report(*operation.engine, started.status());
   const int code = farandole::WaitFor(*operation.engine, *started.value(), timeout_s);
   if (code == FARANDOLE_PENDING)
     *work = new farandole_work{std::move(started).value(), operation.engine};
@@ -459,7 +472,7 @@ int farandole_wait_on(farandole_work* work, const farandole_stream* stream, doub
   // On a GPU this returns when all is launched. Before that there is no end event to wait for.
   const int code = farandole::WaitFor(*work->engine, *work->work, timeout_s);
   if (code != FARANDOLE_OK) return code;
-  return Report(work->engine->MakeWait(work->work->end(), waiting.value()));
+  return Report(*work->engine, work->engine->MakeWait(work->work->end(), waiting.value()));
 } catch (...) {
   return ReportException();
 }
@@ -467,7 +480,7 @@ int farandole_wait_on(farandole_work* work, const farandole_stream* stream, doub
 int farandole_is_complete(const farandole_work* work) {
   if (work == nullptr) return ReportNull("work");
   if (!work->work->done()) return FARANDOLE_PENDING;
-  if (!work->work->status().ok()) return Report(work->work->status());
+  if (!work->work->status().ok()) return Report(*work->engine, work->work->status());
   // It ran on the CPU, where done means complete, or nothing had to run.
   if (work->work->end() == nullptr) return FARANDOLE_OK;
   Result<bool> complete = work->work->end()->IsComplete();
@@ -515,8 +528,9 @@ int farandole_when_finished(farandole_work* work, farandole_finished call, void*
   if (work == nullptr || call == nullptr) return ReportNull("work or call");
   // `work` may be released by the call, or meanwhile by another thread.
   const std::shared_ptr<Work> waited = work->work;
-  work->engine->WhenDone(waited,
-                         [call, user](const Status& status) { call(user, Report(status)); });
+  Engine& engine = *work->engine;
+  engine.WhenDone(
+      waited, [call, user, &engine](const Status& status) { call(user, Report(engine, status)); });
   return FARANDOLE_OK;
 } catch (...) {
   return ReportException();
@@ -550,14 +564,14 @@ int farandole_join(farandole_context* context, double timeout_s, int* last_rank)
   std::lock_guard lock(context->join_mutex);
   if (context->joining == nullptr) {
     Result<std::shared_ptr<Work>> joined = engine.Join();
-    if (!joined.ok()) return Report(joined.status());
+    if (!joined.ok()) return Report(engine, joined.status());
     context->joining = std::move(joined).value();
   }
   // Not WaitFor, which may run the engine on this thread: a join ends in time even if that is
   // stuck.
   if (!context->joining->SleepUntilDoneFor(farandole::TimeoutNs(timeout_s)))
     return FARANDOLE_PENDING;
-  const int code = Report(context->joining->status());
+  const int code = Report(engine, context->joining->status());
   context->joining = nullptr;
   *last_rank = engine.lifecycle().last_joined();
   return code;

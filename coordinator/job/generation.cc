@@ -84,6 +84,22 @@ constexpr int64_t kLastCallsNs = kNsPerSecond;
 
 }  // namespace
 
+// Engine knows nothing of generations; a handle of one of its operations finds its generation here.
+struct Generation::OwnedEngine final : Engine {
+  OwnedEngine(Generation& owner, EngineOptions options, EngineParts parts)
+      : Engine(std::move(options), std::move(parts)), generation(owner) {}
+  Generation& generation;
+};
+
+Generation& Generation::Of(const Engine& engine) {
+  return static_cast<const OwnedEngine&>(engine).generation;
+}
+
+Engine& Generation::engine() { return *engine_; }
+const Engine& Generation::engine() const { return *engine_; }
+
+bool Generation::IsInCallback() const { return engine_ != nullptr && engine_->IsInCallback(); }
+
 Generation::~Generation() {
   if (engine_ != nullptr) Close();
   if (bootstrap_ != nullptr) bootstrap_->Abandon();
@@ -95,7 +111,7 @@ Result<bool> Generation::Joined(int64_t timeout_ns) {
   if (!joined.ok()) return joined.status();
   if (joined.value() == nullptr) return false;
   bootstrap_.reset();
-  StartEngine(std::move(joined).value());
+  StartEngine(std::move(joined).value(), World::Get().CountGeneration());
   World::Get().List(this);
   return true;
 }
@@ -163,7 +179,8 @@ void Generation::AddMemoryPlanes(NegotiationOptions& options) {
   if (memory != nullptr) planes_.push_back(std::move(memory));
 }
 
-void Generation::StartEngine(std::unique_ptr<Connections> joined) {
+void Generation::StartEngine(std::unique_ptr<Connections> joined, uint64_t number) {
+  number_ = number;
   joined_ = std::move(joined);
   planes_.push_back(std::move(joined_->flat));
   const int rank = joined_->transport->rank();
@@ -193,7 +210,7 @@ void Generation::StartEngine(std::unique_ptr<Connections> joined) {
   parts.timeline = timeline_.get();
   parts.recorder = recorder_.get();
   parts.memory = &joined_->memory;
-  engine_ = std::make_unique<Engine>(std::move(options), parts);
+  engine_ = std::make_unique<OwnedEngine>(*this, std::move(options), parts);
   wraps_ = std::make_unique<WrapComparison>(*engine_);
 }
 
@@ -209,10 +226,10 @@ std::shared_ptr<std::byte> Generation::AllocateShared(int64_t bytes) {
   return nullptr;
 }
 
-Status Generation::JoinInProcess(std::shared_ptr<InProcessJob> job, int rank) {
+Status Generation::JoinInProcess(std::shared_ptr<InProcessJob> job, int rank, uint64_t number) {
   Result<std::unique_ptr<Connections>> joined = ConnectInProcess(std::move(job), rank, config_);
   if (!joined.ok()) return joined.status();
-  StartEngine(std::move(joined).value());
+  StartEngine(std::move(joined).value(), number);
   return {};
 }
 
@@ -231,7 +248,8 @@ Result<std::unique_ptr<Generation>> Generation::Begin(const InitOptions& init) {
   generation->in_order_ = init.in_order;
   generation->compute_threads_ = ComputeThreads(environment);
   if (launcher.value().size == 1) {
-    FARANDOLE_RETURN_IF_ERROR(generation->JoinInProcess(JobInProcess(1), 0));
+    FARANDOLE_RETURN_IF_ERROR(
+        generation->JoinInProcess(JobInProcess(1), 0, World::Get().CountGeneration()));
     return generation;
   }
   Result<std::shared_ptr<Bootstrap>> begun =
@@ -249,13 +267,15 @@ Result<std::vector<std::unique_ptr<Generation>>> Generation::InProcess(int size)
   Result<Config> config = ParseConfig(ReadEnvironment());
   if (!config.ok()) return config.status();
   const std::shared_ptr<InProcessJob> job = JobInProcess(size);
+  const uint64_t number = World::Get().CountGeneration();  // of all of them
   std::vector<std::unique_ptr<Generation>> generations;
   for (int rank = 0; rank < size; ++rank) {
     generations.emplace_back(new Generation());
     generations.back()->config_ = config.value();
   }
   for (int rank = 0; rank < size; ++rank) {
-    FARANDOLE_RETURN_IF_ERROR(generations[static_cast<size_t>(rank)]->JoinInProcess(job, rank));
+    FARANDOLE_RETURN_IF_ERROR(
+        generations[static_cast<size_t>(rank)]->JoinInProcess(job, rank, number));
   }
   return generations;
 }
@@ -338,6 +358,21 @@ Status Generation::shutdown_status() {
   return shutdown_status_;
 }
 
+// What has gone wrong in the end is told once: what a later call says of this generation is either
+// that, or that there is another one.
+Generation::Explained Generation::Explain(const Status& failure) {
+  const Lifecycle& lifecycle = engine_->lifecycle();
+  if (lifecycle.failed() && failure.code() == lifecycle.final_error().code()) has_told_.store(true);
+  const uint64_t ended_at = ended_at_.load();
+  const uint64_t now = World::Get().generations();
+  if (ended_at == 0 || now == ended_at || failure.code() == Code::kInvalidArgument)
+    return {failure, false};
+  return {Aborted("generation " + std::to_string(number_) + " of this process has ended (" +
+                  failure.message() + "), and init() has begun generation " + std::to_string(now) +
+                  ", which has operations, works, gradients and process sets of its own"),
+          true};
+}
+
 // Under shutdown_, once. In this order: whether all have left is asked before Stop fails what is
 // pending; the timeline takes spans until the engine thread has ended; the planes go last, since
 // the engine calls them.
@@ -358,6 +393,7 @@ void Generation::StopEngine() {
   if (!traced.ok()) joined_->log->Write(LogLevel::kWarning, traced.message());
   if (joined_->uses_mpi && !clean) World::Get().MpiGenerationFailed();
   if (recorder_ != nullptr) recorder_->FinishDumps();
+  ended_at_.store(World::Get().generations());
   if (given_up_) return;  // the stuck thread may still use all there is
   // Planes over MPI stay after a failure, see Connections::Close; what knows shared memory alone
   // goes, and with it the memory.

@@ -2,6 +2,8 @@
 // engine over what joining gave it, and takes it down again.
 #pragma once
 
+#include <atomic>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -34,8 +36,8 @@ class Generation {
   /// `size` ranks in this process.
   static Result<std::vector<std::unique_ptr<Generation>>> InProcess(int size);
 
-  Engine& engine() { return *engine_; }
-  const Engine& engine() const { return *engine_; }
+  Engine& engine();
+  const Engine& engine() const;
   WrapComparison& wraps() { return *wraps_; }
   const Config& config() const { return config_; }
   const Rendezvous& rendezvous() const { return joined_->rendezvous; }
@@ -58,8 +60,25 @@ class Generation {
   /// code to the others and stops without waiting for them, and one that has not does nothing.
   void EndAtExit(int exit_code);
   Status shutdown_status();
+  /// What a call through a handle of this generation has failed with. Once this generation has
+  /// ended and init() has begun another one, it is Aborted, and says so.
+  struct Explained {
+    Status status;
+    bool is_of_the_past = false;
+  };
+  Explained Explain(const Status& failure);
+  /// Whether Explain was given the final error: the user knows it.
+  bool has_told() const { return has_told_.load(); }
+  /// The generation of an engine, which Generation made as every engine behind a handle.
+  static Generation& Of(const Engine& engine);
+  /// How many handles of works, gradients and operations name it: as long as there are any it stays
+  /// in memory, see World::Retire.
+  int64_t handles() const { return handles_.load(std::memory_order_acquire); }
+  void CountHandles(int64_t change) { handles_.fetch_add(change, std::memory_order_acq_rel); }
+  /// From 1; of all generations that this process has begun.
+  uint64_t number() const { return number_; }
   /// The calling thread is in a callback of a work, and returns into this.
-  bool IsInCallback() const { return engine_ != nullptr && engine_->IsInCallback(); }
+  bool IsInCallback() const;
   /// A thread that is stuck inside a library was left behind. It may return at any later time and
   /// uses this object then: do not destroy it.
   bool given_up() const { return given_up_; }
@@ -68,12 +87,12 @@ class Generation {
   Generation() = default;
   bool LeaveAndStop(int64_t timeout_ns, Lifecycle::Parting parting);
   void LeaveAndStop();
-  Status JoinInProcess(std::shared_ptr<InProcessJob> job, int rank);
+  Status JoinInProcess(std::shared_ptr<InProcessJob> job, int rank, uint64_t number);
   void StopEngine();
   void AddRecorder();
   void AddGpuPlane();
   void AddMemoryPlanes(NegotiationOptions& options);
-  void StartEngine(std::unique_ptr<Connections> joined);
+  void StartEngine(std::unique_ptr<Connections> joined, uint64_t number);
 
   Config config_;
   int compute_threads_ = 1;               // of the program, as far as it is known
@@ -86,9 +105,14 @@ class Generation {
   // Of the CPU, best first; then the CUDA plane; then the hierarchical plane, if there is one on
   // all ranks; then that of memory shared with other processes, if there is any.
   std::vector<std::unique_ptr<DataPlane>> planes_;
-  std::unique_ptr<Engine> engine_;
+  struct OwnedEngine;
+  std::unique_ptr<OwnedEngine> engine_;
   std::unique_ptr<WrapComparison> wraps_;
   bool given_up_ = false;
+  uint64_t number_ = 0;
+  std::atomic<uint64_t> ended_at_{0};  // World::generations then; 0: it has not
+  std::atomic<bool> has_told_{false};
+  std::atomic<int64_t> handles_{0};
 
   std::mutex shutdown_;
   std::shared_ptr<Work> leaving_;

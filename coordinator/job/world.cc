@@ -34,7 +34,8 @@ std::string BesideThisLibrary(const char* file) {
   return slash == std::string::npos ? file : self.substr(0, slash + 1) + file;
 }
 
-constexpr size_t kMostUsed = 64;  // values of stores
+constexpr size_t kMostUsed = 64;     // values of stores
+constexpr size_t kMostRetired = 64;  // generations whose handles a program does not release
 
 constexpr const char* kKeyDescriptor = "FARANDOLE_KEY_FD";
 constexpr const char* kListenDescriptor = "FARANDOLE_LISTEN_FD";
@@ -220,6 +221,19 @@ void World::List(Generation* generation) {
 void World::Unlist(Generation* generation) {
   const std::lock_guard lock(mutex_);
   std::erase(open_, generation);
+}
+
+void World::Retire(std::shared_ptr<Generation> ended) {
+  std::vector<std::shared_ptr<Generation>> gone;  // outlives the lock
+  const std::lock_guard lock(mutex_);
+  retired_.push_back(std::move(ended));
+  const size_t most = retired_.size() > kMostRetired ? retired_.size() - kMostRetired : 0;
+  size_t at = 0;
+  std::erase_if(retired_, [&](std::shared_ptr<Generation>& one) {
+    const bool goes = at++ < most || one->handles() == 0;
+    if (goes) gone.push_back(std::move(one));
+    return goes;
+  });
 }
 
 // A thread inside MPI and the destructors that exit() runs last do not go together. Seen: exit

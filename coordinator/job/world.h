@@ -83,6 +83,14 @@ class World {
   void List(Generation* generation);
   void Unlist(Generation* generation);
 
+  /// The number of a generation whose engine starts, from 1.
+  uint64_t CountGeneration() { return generations_.fetch_add(1) + 1; }
+  /// That of the last one.
+  uint64_t generations() const { return generations_.load(); }
+  /// Takes a generation that has ended. It goes, at the next call at the latest, once no handle
+  /// names it, or if it is the oldest of more than 64.
+  void Retire(std::shared_ptr<Generation> ended);
+
   /// Around the time in which a thread that exit() does not wait for may be inside a library. If
   /// the process ends then, it ends with its exit code, but without the destructors of libraries.
   void UnwaitedThreadBegins();
@@ -123,6 +131,8 @@ class World {
   std::string listener_address_;
   std::deque<std::string> used_;  // values of stores
   std::vector<Generation*> open_;
+  std::vector<std::shared_ptr<Generation>> retired_;  // oldest first
+  std::atomic<uint64_t> generations_{0};
 
   std::atomic<int> unwaited_threads_{0};
   std::atomic<pid_t> unwaited_in_{0};  // a forked child has none of them

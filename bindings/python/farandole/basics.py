@@ -279,7 +279,7 @@ def shutdown() -> None:
 
     Raises:
         OperationTimeoutError: A thread of this rank hangs inside a library and was left behind.
-        HorovodInternalError: An earlier error had ended the job; this is that error.
+        HorovodInternalError: An earlier error had ended the job, and no operation has raised it yet; this is that error.
     """
     _close(at_exit=False)
 
