@@ -10,9 +10,9 @@
 #include "bindings/c/handles.h"
 #include "coordinator/protocol/splits.h"
 
-using farandole::Context;
 using farandole::Engine;
 using farandole::FromHandle;
+using farandole::Generation;
 using farandole::Report;
 using farandole::ReportException;
 using farandole::ReportNull;
@@ -100,12 +100,12 @@ int farandole_init_for(const farandole_init_options* options, double timeout_s,
   if (*context == nullptr) {
     const Result<farandole::InitOptions> init = ToInitOptions(options);
     if (!init.ok()) return Report(init.status());
-    Result<std::unique_ptr<Context>> begun = Context::Begin(init.value());
+    Result<std::unique_ptr<Generation>> begun = Generation::Begin(init.value());
     if (!begun.ok()) return Report(begun.status());
     *context = new farandole_context{std::move(begun).value(), {}, {}};
   }
   // The handle is the state of the call: it stays in *context while the answer is PENDING.
-  Result<bool> joined = (*context)->context->Joined(farandole::TimeoutNs(timeout_s));
+  Result<bool> joined = (*context)->generation->Joined(farandole::TimeoutNs(timeout_s));
   if (joined.ok()) return joined.value() ? FARANDOLE_OK : FARANDOLE_PENDING;
   farandole_release(std::exchange(*context, nullptr));
   return Report(joined.status());
@@ -117,9 +117,9 @@ int farandole_init_for(const farandole_init_options* options, double timeout_s,
 
 int farandole_init_in_process(int size, farandole_context** out) try {
   if (out == nullptr) return ReportNull("out");
-  Result<std::vector<std::unique_ptr<Context>>> contexts = Context::InProcess(size);
+  Result<std::vector<std::unique_ptr<Generation>>> contexts = Generation::InProcess(size);
   if (!contexts.ok()) return Report(contexts.status());
-  for (std::unique_ptr<Context>& context : contexts.value())
+  for (std::unique_ptr<Generation>& context : contexts.value())
     *out++ = new farandole_context{std::move(context), {}, {}};
   return FARANDOLE_OK;
 } catch (...) {
@@ -143,31 +143,37 @@ int farandole_leave_at_exit(farandole_context* context, int32_t reason, const ch
   if (cause != nullptr) parting.failure.cause = cause;
   if (reason == FARANDOLE_EXIT_BY_ERROR) parting.failure.kind = farandole::FailureKind::kError;
   const int64_t timeout_ns = farandole::TimeoutNs(timeout_s);
-  if (!context->context->Shutdown(timeout_ns, std::move(parting))) return FARANDOLE_PENDING;
-  return Report(context->context->shutdown_status());
+  if (!context->generation->Shutdown(timeout_ns, std::move(parting))) return FARANDOLE_PENDING;
+  // Who has been told by an operation, and shuts down to go on, need not be told again.
+  const bool goes_on = reason == FARANDOLE_EXIT_BY_OTHER && cause == nullptr;
+  if (goes_on && context->generation->has_told()) return FARANDOLE_OK;
+  return Report(context->generation->shutdown_status());
 } catch (...) {
   return ReportException();
 }
 
 void farandole_release(farandole_context* context) {
   if (context == nullptr) return;
-  context->context->Close();
+  context->generation->Close();
   // Leaked on purpose where a thread that was left behind may return into it, as this one does when
   // a callback calls this.
-  if (!context->context->given_up() && !context->context->IsInCallback()) delete context;
+  if (context->generation->given_up() || context->generation->IsInCallback()) return;
+  farandole::World::Get().Retire(std::move(context->generation));
+  delete context;
 }
 
 int farandole_check(const farandole_context* context) try {
   if (context == nullptr) return ReportNull("context");
-  return Report(context->context->engine().operations().FindSet(farandole::kGlobalSet).status());
+  const Engine& engine = context->generation->engine();
+  return Report(engine, engine.operations().FindSet(farandole::kGlobalSet).status());
 } catch (...) {
   return ReportException();
 }
 
 int farandole_get_topology(const farandole_context* context, farandole_topology* out) try {
   if (context == nullptr || out == nullptr) return ReportNull("context or out");
-  const Engine& engine = context->context->engine();
-  const farandole::Rendezvous& rendezvous = context->context->rendezvous();
+  const Engine& engine = context->generation->engine();
+  const farandole::Rendezvous& rendezvous = context->generation->rendezvous();
   *out = {engine.rank(),         engine.size(),         rendezvous.local_rank,
           rendezvous.local_size, rendezvous.cross_rank, rendezvous.cross_size};
   return FARANDOLE_OK;
@@ -188,19 +194,23 @@ int farandole_prepare(farandole_context* context, const farandole_params* params
       farandole::ToTensorSignatures(tensors, count);
   if (!signatures.ok()) return Report(signatures.status());
   signature.value().tensors = std::move(signatures).value();
-  Engine& engine = context->context->engine();
+  Engine& engine = context->generation->engine();
+  uint32_t uid = 0;
+  if (const int code = farandole::FromSetHandle(*context->generation, params->set, &uid))
+    return code;
   // After the tensors, whose number says how many splits there are.
   const Result<std::vector<int64_t>> splits =
-      farandole::ToSplits(*params, engine, signature.value().tensors.size());
-  if (!splits.ok()) return Report(splits.status());
+      farandole::ToSplits(*params, engine, uid, signature.value().tensors.size());
+  if (!splits.ok()) return Report(engine, splits.status());
   const auto kind = static_cast<farandole::OpKind>(params->kind);
   Result<farandole::Operation*> prepared =
-      name == nullptr ? engine.operations().PrepareUnnamed(params->set, kind, signature.value(),
-                                                           version, splits.value())
-                      : engine.operations().Prepare({params->set, kind, name}, signature.value(),
-                                                    version, splits.value());
-  if (!prepared.ok()) return Report(prepared.status());
+      name == nullptr ? engine.operations().PrepareUnnamed(uid, kind, signature.value(), version,
+                                                           splits.value())
+                      : engine.operations().Prepare({uid, kind, name}, signature.value(), version,
+                                                    splits.value());
+  if (!prepared.ok()) return Report(engine, prepared.status());
   if (prepared.value() == nullptr) return FARANDOLE_PENDING;
+  context->generation->CountHandles(1);
   *out = farandole::ToHandle(prepared.value());
   return FARANDOLE_OK;
 } catch (...) {
@@ -208,7 +218,10 @@ int farandole_prepare(farandole_context* context, const farandole_params* params
 }
 
 void farandole_operation_release(farandole_operation* operation) {
-  if (operation != nullptr) farandole::ReleaseOperation()(FromHandle(operation));
+  if (operation == nullptr) return;
+  const Engine& engine = *FromHandle(operation)->engine;
+  farandole::ReleaseOperation()(FromHandle(operation));
+  Generation::Of(engine).CountHandles(-1);
 }
 
 namespace {
@@ -354,7 +367,7 @@ int farandole_start_request(farandole_operation* handle, const farandole_request
   auto owned = std::make_unique<farandole_work>();  // before anything is in flight
   Request request;
   Result<std::shared_ptr<Work>> started = StartOn(operation, *given, request, true);
-  if (!started.ok()) return Report(started.status());
+  if (!started.ok()) return Report(*operation.engine, started.status());
   *owned = {std::move(started).value(), operation.engine, std::move(request.results)};
   *work = owned.release();
   return FARANDOLE_OK;
@@ -376,7 +389,7 @@ int farandole_run_request(farandole_operation* handle, const farandole_request* 
   farandole::Operation& operation = *FromHandle(handle);
   Request request;
   Result<std::shared_ptr<Work>> started = StartOn(operation, *given, request, false);
-  if (!started.ok()) return Report(started.status());
+  if (!started.ok()) return Report(*operation.engine, started.status());
   const int code = farandole::WaitFor(*operation.engine, *started.value(), timeout_s);
   if (code == FARANDOLE_PENDING)
     *work = new farandole_work{std::move(started).value(), operation.engine};
@@ -438,7 +451,8 @@ int farandole_buffer_allocate(farandole_context* context, int64_t bytes,
     return Report(farandole::InvalidArgument("a buffer of " + std::to_string(bytes) +
                                              " bytes; expected at least 0"));
   }
-  Result<std::shared_ptr<std::byte>> memory = context->context->AllocateBuffer(bytes);
+  Result<std::shared_ptr<std::byte>> memory = context->generation->AllocateShared(bytes);
+  if (memory.value() == nullptr) memory = farandole::AllocateZeroes(bytes);
   if (!memory.ok()) return Report(memory.status());
   *out = new farandole_buffer(std::move(memory).value(), bytes);
   return FARANDOLE_OK;
@@ -463,7 +477,7 @@ int farandole_wait_on(farandole_work* work, const farandole_stream* stream, doub
   // On a GPU this returns when all is launched. Before that there is no end event to wait for.
   const int code = farandole::WaitFor(*work->engine, *work->work, timeout_s);
   if (code != FARANDOLE_OK) return code;
-  return Report(work->engine->MakeWait(work->work->end(), waiting.value()));
+  return Report(*work->engine, work->engine->MakeWait(work->work->end(), waiting.value()));
 } catch (...) {
   return ReportException();
 }
@@ -471,7 +485,7 @@ int farandole_wait_on(farandole_work* work, const farandole_stream* stream, doub
 int farandole_is_complete(const farandole_work* work) {
   if (work == nullptr) return ReportNull("work");
   if (!work->work->done()) return FARANDOLE_PENDING;
-  if (!work->work->status().ok()) return Report(work->work->status());
+  if (!work->work->status().ok()) return Report(*work->engine, work->work->status());
   // It ran on the CPU, where done means complete, or nothing had to run.
   if (work->work->end() == nullptr) return FARANDOLE_OK;
   Result<bool> complete = work->work->end()->IsComplete();
@@ -490,8 +504,9 @@ int farandole_when_finished(farandole_work* work, farandole_finished call, void*
   if (work == nullptr || call == nullptr) return ReportNull("work or call");
   // `work` may be released by the call, or meanwhile by another thread.
   const std::shared_ptr<Work> waited = work->work;
-  work->engine->WhenDone(waited,
-                         [call, user](const Status& status) { call(user, Report(status)); });
+  Engine& engine = *work->engine;
+  engine.WhenDone(
+      waited, [call, user, &engine](const Status& status) { call(user, Report(engine, status)); });
   return FARANDOLE_OK;
 } catch (...) {
   return ReportException();
@@ -519,20 +534,20 @@ void farandole_work_release(farandole_work* work) { delete work; }
 
 int farandole_join(farandole_context* context, double timeout_s, int* last_rank) try {
   if (context == nullptr || last_rank == nullptr) return ReportNull("context or last_rank");
-  Engine& engine = context->context->engine();
+  Engine& engine = context->generation->engine();
   // The join goes on between calls, so that a call after PENDING waits for the same one. The mutex
   // is held while this thread sleeps: a second caller waits for it, too.
   std::lock_guard lock(context->join_mutex);
   if (context->joining == nullptr) {
     Result<std::shared_ptr<Work>> joined = engine.Join();
-    if (!joined.ok()) return Report(joined.status());
+    if (!joined.ok()) return Report(engine, joined.status());
     context->joining = std::move(joined).value();
   }
   // Not WaitFor, which may run the engine on this thread: a join ends in time even if that is
   // stuck.
   if (!context->joining->SleepUntilDoneFor(farandole::TimeoutNs(timeout_s)))
     return FARANDOLE_PENDING;
-  const int code = Report(context->joining->status());
+  const int code = Report(engine, context->joining->status());
   context->joining = nullptr;
   *last_rank = engine.lifecycle().last_joined();
   return code;
@@ -543,10 +558,10 @@ int farandole_join(farandole_context* context, double timeout_s, int* last_rank)
 int32_t farandole_counters(const farandole_context* context, const char** names, int64_t* values,
                            int32_t capacity) {
   if (context == nullptr) return 0;
-  context->context->CountWakeUps();
+  context->generation->CountWakeUps();
   int32_t count = 0;
   for (const farandole::NamedCount& one :
-       farandole::Snapshot(context->context->engine().counters())) {
+       farandole::Snapshot(context->generation->engine().counters())) {
     if (count < capacity) {
       // With a NUL behind it, as CounterName gives literals.
       if (names != nullptr) names[count] = one.name.data();
@@ -559,14 +574,14 @@ int32_t farandole_counters(const farandole_context* context, const char** names,
 
 int farandole_timeline_start(farandole_context* context, const char* path, int marks_cycles) try {
   if (context == nullptr || path == nullptr) return ReportNull("context or path");
-  return Report(context->context->timeline().Start(path, marks_cycles != 0));
+  return Report(context->generation->timeline().Start(path, marks_cycles != 0));
 } catch (...) {
   return ReportException();
 }
 
 int farandole_timeline_stop(farandole_context* context) try {
   if (context == nullptr) return ReportNull("context");
-  return Report(context->context->timeline().Stop());
+  return Report(context->generation->timeline().Stop());
 } catch (...) {
   return ReportException();
 }
@@ -577,7 +592,7 @@ int farandole_get_setting(const farandole_context* context, const char* name,
     return ReportNull("context, name or value");
   // For each thread, so that no other thread's call changes the text that this caller reads.
   thread_local std::string text;
-  for (farandole::SettingText& setting : farandole::Describe(context->context->config())) {
+  for (farandole::SettingText& setting : farandole::Describe(context->generation->config())) {
     if (setting.name != name) continue;
     text = std::move(setting.value);
     *value = text.c_str();

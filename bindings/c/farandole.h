@@ -10,10 +10,12 @@
  * finished. Where a pointer is needed, NULL returns INVALID_ARGUMENT, or 0 from a function without
  * a code.
  *
- * Lifetimes. Release works and gradients, by their own functions, before their context; do not use
- * them afterwards. Operations belong to their context and end with it. Buffers and results may
- * outlive it. farandole_shutdown does not release handles: they stay valid until farandole_release,
- * and starting an operation returns ABORTED.
+ * Lifetimes. A context is a rank in one generation of a job: farandole_init begins it, with a fixed
+ * number of ranks, farandole_shutdown ends it. Its works, gradients and operations may be released
+ * after it, in any order; they name their generation, and until their release it takes a little
+ * memory (of those that are never released the last 64 stay). Once it has ended what they start, or
+ * wait for, returns ABORTED, or the error that ended the generation; and GENERATION_ENDED once
+ * farandole_init has begun another one. Buffers and results may outlive it, too.
  */
 #ifndef FARANDOLE_H_
 #define FARANDOLE_H_
@@ -54,7 +56,9 @@ typedef enum farandole_code {
   FARANDOLE_RESOURCE_EXHAUSTED = 6,
   FARANDOLE_UNIMPLEMENTED = 7,
   FARANDOLE_INTERNAL = 8, /**< final */
-  FARANDOLE_PENDING = 9   /**< farandole_*_wait only: the time given has passed, the work goes on */
+  FARANDOLE_PENDING = 9,  /**< farandole_*_wait only: the time given has passed, the work goes on */
+  FARANDOLE_GENERATION_ENDED =
+      10 /**< a handle from before farandole_shutdown, and farandole_init has joined again */
 } farandole_code;
 
 /** Numbers of farandole::DType, ReduceOp, OpKind, WireFormat. */
@@ -229,7 +233,8 @@ FARANDOLE_API int farandole_init_in_process(int size, farandole_context** out);
  * FARANDOLE_SHUTDOWN_TIMEOUT_S, it is left behind and the result is TIMEOUT: tensors are not
  * touched any more even if that thread returns, and farandole_release frees nothing. If a process
  * returns 0 from main, or calls exit(0), without this, an exit handler of the library shuts it
- * down. */
+ * down. Errors: the one that ended the job, unless an operation, a work, gradients or
+ * farandole_check has returned it already. */
 FARANDOLE_API int farandole_shutdown(farandole_context* context);
 /** farandole_shutdown in slices: begins or continues to leave for up to `timeout_s` (< 0: no
  * limit). PENDING: call it again, or end the process. exit(0) continues to wait; any other exit
@@ -250,9 +255,9 @@ typedef enum farandole_exit {
  * @param timeout_s  As in farandole_shutdown_for. */
 FARANDOLE_API int farandole_leave_at_exit(farandole_context* context, int32_t reason,
                                           const char* cause, double timeout_s);
-/** Frees a context (shuts it down first) and its operations. Release its works and gradients
- * before. A context of farandole_init_in_process waits for the others at most
- * FARANDOLE_SHUTDOWN_TIMEOUT_S, as one thread may release them one after another. NULL is fine. */
+/** Frees a context (shuts it down first). A context of farandole_init_in_process waits for the
+ * others at most FARANDOLE_SHUTDOWN_TIMEOUT_S, as one thread may release them one after another.
+ * NULL is fine. */
 FARANDOLE_API void farandole_release(farandole_context* context);
 
 /** Where a rank stands. */
@@ -310,8 +315,8 @@ typedef struct farandole_params {
  * operation. Its description is replaced if it is not in flight, and *version (may be NULL) becomes
  * that description's number. name NULL: the n-th unnamed call of this kind on this set, matched by
  * order; PENDING: it has to wait until an earlier unnamed call is done, call again. `count` tensors
- * are one group: decided together, finished together. Barrier: count 0. Each call returns a handle;
- * release it before the context. Once its process set has ended, starting it returns ABORTED; its
+ * are one group: decided together, finished together. Barrier: count 0. Each call returns a handle
+ * to release. Once its process set has ended, starting it returns ABORTED; its
  * memory may then serve an operation of another set, with another version. Errors: INVALID_ARGUMENT
  * (bad dtype, shape, op, root; the same name is in flight with another description). */
 FARANDOLE_API int farandole_prepare(farandole_context* context, const farandole_params* params,
@@ -583,8 +588,8 @@ FARANDOLE_API int farandole_join(farandole_context* context, double timeout_s, i
  * in flight. */
 FARANDOLE_API int farandole_set_add(farandole_context* context, const int32_t* ranks, int32_t count,
                                     farandole_work** work);
-/** The uid of the set with exactly these ranks, in any order. Errors: INVALID_ARGUMENT if there is
- * none. */
+/** The uid of the set with exactly these ranks, in any order: this rank's number for it, in this
+ * generation. Errors: INVALID_ARGUMENT if there is none. */
 FARANDOLE_API int farandole_set_find(const farandole_context* context, const int32_t* ranks,
                                      int32_t count, uint32_t* uid);
 /** Removes a set: operations that are ready on all its members run, the others end with ABORTED.

@@ -25,6 +25,7 @@ namespace {
 
 // Guarded by the GIL.
 int current_generation = 0;  // Counts forks.
+int contexts_made = 0;
 
 /// A store of Python's for the library, which calls it on the thread that is inside Init. What its
 /// functions raise ends Init. They give None, or False, if they take longer: they are asked again.
@@ -112,6 +113,7 @@ std::shared_ptr<Context> JoinJob(const InitArguments& arguments, farandole_conte
 }  // namespace
 
 Context::Context(farandole_context* handle) : handle_(handle), generation_(current_generation) {
+  ++contexts_made;
   Check(farandole_get_topology(handle, &topology_));
 }
 
@@ -158,8 +160,17 @@ bool Context::is_open() const { return !closing_ && !is_closed(); }
 bool Context::is_closed() const { return handle_ == nullptr || is_forgotten(); }
 
 farandole_context* Context::get() const {
-  if (!is_open()) ThrowInternal(kClosed);
+  if (!is_open()) ThrowClosed();
   return handle_;
+}
+
+void Context::ThrowClosed() const {
+  const bool is_past = handle_ == nullptr && !is_forgotten() && contexts_made > made_at_end_;
+  if (!is_past) ThrowInternal(kClosed);
+  ThrowAs(
+      FARANDOLE_GENERATION_ENDED,
+      "this is of a generation of the job that has been shut down, and init() has begun another "
+      "one: make it again there");
 }
 
 void Context::Close() {
@@ -195,7 +206,8 @@ bool Context::CloseWithin(double timeout_s, int reason, const char* cause) {
 
 void Context::Release() {
   farandole_context* const handle = std::exchange(handle_, nullptr);
-  prepared_.clear();  // before the GIL is released: its handles go with the context
+  made_at_end_ = contexts_made;
+  prepared_.clear();
   bool all_released = true;
   for (Child* child = children_; child != nullptr; child = child->older_)
     all_released = child->Release() && all_released;
@@ -570,15 +582,11 @@ Context::Prepared& Context::PreparedFor(const Submission& submission, Work& work
   const int code = Prepare(get(), asked, text, tensors, &operation, &version);
   if (code != FARANDOLE_OK) ThrowNotStarted(code, work);
   // Looked up again: another thread may have prepared the same name meanwhile, or closed this.
-  // A context that was closed meanwhile has taken its handles along.
   unnamed = {params,
              std::move(splits),
              std::move(described),
              !submission.labels.is_none(),
-             {operation,
-              [this](farandole_operation* held) {
-                if (handle_ != nullptr) farandole_operation_release(held);
-              }},
+             {operation, &farandole_operation_release},
              version};
   get();
   if (!name.text) return unnamed;

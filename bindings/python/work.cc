@@ -385,7 +385,7 @@ py::object Work::Wait() {
   }
   const std::lock_guard lock(wait_mutex_, std::adopt_lock);
   RefuseSpent();
-  if (is_gone()) ThrowInternal(kClosed);
+  if (is_gone()) context_->ThrowClosed();
   try {
     py::object result;
     {

@@ -21,7 +21,7 @@ LAYERS = ["core", "ops", "coordinator", "bindings", "examples"]
 #: interfaces of planes and devices, what the CPU planes share, and the planes; in `ops/gpu` the plane
 #: with the interface of its backends, and the backends; in `ops/p2p` the plane, and its links.
 INNER_LAYERS = {
-    "coordinator": [{"protocol"}, {"control"}, {"engine"}],
+    "coordinator": [{"protocol"}, {"control"}, {"engine"}, {"job"}],
     "ops": [{""}, {"cpu"}, {"shm", "p2p", "hierarchical", "gpu"}],
     "ops/gpu": [{""}, {"cuda", "nccl"}],
     "ops/p2p": [{""}, {"mpi", "tcp"}],
@@ -144,13 +144,13 @@ def threads(tree: Tree) -> Iterator[str]:
         if folder(path) in ("examples", "test"):
             continue
         places = ("coordinator/engine/", "ops/gpu/launch_queue.", "core/timeline.", "core/flight_recorder.",
-                  "core/net/stream_hub.", "bindings/c/bootstrap.")
+                  "core/net/stream_hub.", "coordinator/job/bootstrap.")
         if path.startswith(places):
             continue
         if start.search(without_comments(line)):
             yield (
                 f"{path}:{number}: threads live in coordinator/engine/, ops/gpu/launch_queue.*, core/timeline.*, "
-                "core/flight_recorder.*, core/net/stream_hub.* and bindings/c/bootstrap.* only"
+                "core/flight_recorder.*, core/net/stream_hub.* and coordinator/job/bootstrap.* only"
             )
 
 

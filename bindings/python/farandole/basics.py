@@ -288,7 +288,7 @@ def shutdown() -> None:
 
     Raises:
         OperationTimeoutError: A thread of this rank hangs inside a library and was left behind.
-        HorovodInternalError: An earlier error had ended the job; this is that error.
+        HorovodInternalError: An earlier error, which no operation has raised yet, had ended the job; this is it.
     """
     _close(at_exit=False)
 
