@@ -23,7 +23,7 @@
 
 namespace farandole {
 
-inline constexpr uint8_t kNetVersion = 2;  ///< Of handshake, frames and their contents.
+inline constexpr uint8_t kNetVersion = 3;  ///< Of handshake, frames and their contents.
 inline constexpr size_t kMaxUnprovenBytes = 64;
 
 enum class StreamRole : uint8_t {
