@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "bindings/c/bootstrap.h"
+#include "coordinator/diagnosis/diagnosis.h"
 #include "coordinator/engine/engine.h"
 #include "coordinator/engine/gradient_round.h"
 #include "core/config.h"
@@ -87,6 +88,7 @@ class Context {
   // Of the CPU, best first; then the CUDA plane; then the hierarchical plane, if there is one on
   // all ranks; then that of memory shared with other processes, if there is any.
   std::vector<std::unique_ptr<DataPlane>> planes_;
+  std::unique_ptr<Diagnosis> diagnosis_;
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<WrapComparison> wraps_;
   bool given_up_ = false;

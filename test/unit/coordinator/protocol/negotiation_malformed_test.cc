@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "coordinator/control/wire/wire.h"
+#include "coordinator/diagnosis/detectors.h"
 #include "coordinator/protocol/limits.h"
 #include "coordinator/protocol/negotiation.h"
 #include "test/simulation/random.h"
@@ -34,9 +35,10 @@ Signature OfKind(OpKind kind, Signature signature = Tensors(1)) {
 Mask Bits(uint64_t word) { return {word}; }
 
 /// One rank of a job whose other ranks are played by the test. What it sends goes through frames.
-class Node final : public IgnoringListener {
+class Node final : public IgnoringListener, private DetectorListener {
  public:
-  Node(int rank, std::vector<int> parent) : negotiation(Options(rank, std::move(parent)), *this) {}
+  Node(int rank, std::vector<int> parent)
+      : negotiation(Options(rank, std::move(parent)), *this, Detectors(*this)) {}
 
   void SendUp(int, const UpMessage& message) override { Send(message, up); }
   void SendDown(int, const DownMessage& message) override { Send(message, down); }
@@ -45,6 +47,7 @@ class Node final : public IgnoringListener {
     number = work.number;
   }
   void OnEnded(KeyId, const Status& status) override { ended.push_back(status); }
+  std::vector<std::string> OnStalls(const std::vector<StallFacts>&, int64_t) override { return {}; }
 
   Status Submit(const std::string& name, const Signature& signature, const Vote& vote = {}) {
     return negotiation.Submit(negotiation.Intern({kGlobalSet, signature.kind, name}), signature,

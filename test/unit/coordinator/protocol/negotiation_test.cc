@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "coordinator/control/rendezvous.h"
+#include "coordinator/diagnosis/detectors.h"
 #include "coordinator/protocol/error_text.h"
 #include "coordinator/protocol/known_work.h"
-#include "coordinator/protocol/stall_report.h"
 #include "core/clock.h"
 #include "test/support/count_allocations.h"
 
@@ -51,9 +51,10 @@ Vote Rows(int64_t rows) {
 Mask Bits(uint64_t word) { return {word}; }
 
 /// One rank: a negotiation and what it said. Messages wait in `up` and `down`, reused.
-class Rank final : public NegotiationListener {
+class Rank final : public NegotiationListener, private DetectorListener {
  public:
-  explicit Rank(NegotiationOptions options) : negotiation(std::move(options), *this) {}
+  explicit Rank(NegotiationOptions options)
+      : negotiation(std::move(options), *this, Detectors(*this)) {}
 
   void SendUp(int parent, const UpMessage& message) override { Put(up, up_used, parent, message); }
   void SendDown(int child, const DownMessage& message) override {
@@ -78,7 +79,7 @@ class Rank final : public NegotiationListener {
   void OnLeft(int rank) override { left.push_back(rank); }
   void OnShutdown() override { shut_down = true; }
   void OnReport(const std::string& text) override { reports.push_back(text); }
-  std::vector<std::string> OnStalls(const std::vector<StallFacts>& stalls) override {
+  std::vector<std::string> OnStalls(const std::vector<StallFacts>& stalls, int64_t) override {
     std::vector<std::string> lines;
     for (const StallFacts& stall : stalls) lines.push_back(DescribeStall(stall));
     return lines;
@@ -88,11 +89,11 @@ class Rank final : public NegotiationListener {
     failed = error.facts();
   }
   bool IsBlocked() const override { return is_blocked; }
-  bool AskActivity() override {
+  bool AskActivity(std::vector<uint64_t>, int64_t) override {
     is_asked = true;
     return tells_activity;
   }
-  std::optional<Activity> FindActivity() override { return activity; }
+  std::optional<Activity> FindActivity(int64_t) override { return activity; }
 
   template <class Message>
   using Box = std::vector<std::pair<int, Message>>;
