@@ -11,8 +11,9 @@
 #include <utility>
 #include <vector>
 
+#include "coordinator/diagnosis/detectors.h"
+#include "coordinator/diagnosis/stall_report.h"
 #include "coordinator/protocol/negotiation.h"
-#include "coordinator/protocol/stall_report.h"
 
 namespace farandole {
 
@@ -25,9 +26,10 @@ inline Signature Float(std::vector<int64_t> shape) {
 inline Mask Bits(uint64_t word) { return {word}; }
 
 /// One rank: a negotiation and what it said. Messages wait in `up` and `down`, reused.
-class JobRank : public NegotiationListener {
+class JobRank : public NegotiationListener, private DetectorListener {
  public:
-  explicit JobRank(NegotiationOptions options) : negotiation(std::move(options), *this) {}
+  explicit JobRank(NegotiationOptions options)
+      : negotiation(std::move(options), *this, Detectors(*this)) {}
 
   void SendUp(int parent, const UpMessage& message) override { Put(up, up_used, parent, message); }
   void SendDown(int child, const DownMessage& message) override {
@@ -52,7 +54,7 @@ class JobRank : public NegotiationListener {
   void OnLeft(int rank) override { left.push_back(rank); }
   void OnShutdown() override { shut_down = true; }
   void OnReport(const std::string& text) override { reports.push_back(text); }
-  std::vector<std::string> OnStalls(const std::vector<StallFacts>& stalls) override {
+  std::vector<std::string> OnStalls(const std::vector<StallFacts>& stalls, int64_t) override {
     std::vector<std::string> lines;
     for (const StallFacts& stall : stalls) lines.push_back(DescribeStall(stall));
     return lines;
@@ -62,11 +64,11 @@ class JobRank : public NegotiationListener {
     failed = error.facts();
   }
   bool IsBlocked() const override { return is_blocked; }
-  bool AskActivity() override {
+  bool AskActivity(std::vector<uint64_t>, int64_t) override {
     is_asked = true;
     return tells_activity;
   }
-  std::optional<Activity> FindActivity() override { return activity; }
+  std::optional<Activity> FindActivity(int64_t) override { return activity; }
 
   template <class Message>
   using Box = std::vector<std::pair<int, Message>>;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "coordinator/control/wire/wire.h"
+#include "coordinator/diagnosis/detectors.h"
 #include "coordinator/protocol/limits.h"
 #include "test/simulation/random.h"
 #include "test/support/negotiation_job.h"

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "coordinator/control/rendezvous.h"
+#include "coordinator/diagnosis/detectors.h"
 #include "coordinator/protocol/error_text.h"
 #include "coordinator/protocol/known_work.h"
 #include "core/clock.h"
