@@ -8,7 +8,7 @@
 
 #include "bindings/c/bootstrap.h"
 #include "coordinator/engine/engine.h"
-#include "coordinator/engine/gradient_round.h"
+#include "coordinator/gradients/wrap_comparison.h"
 #include "core/config.h"
 #include "core/launcher.h"
 #include "core/timeline.h"

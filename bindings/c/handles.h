@@ -9,7 +9,7 @@
 #include "bindings/c/context.h"
 #include "bindings/c/farandole.h"
 #include "bindings/c/result_memory.h"
-#include "coordinator/engine/gradient_round.h"
+#include "coordinator/gradients/gradient_round.h"
 
 struct farandole_context {
   std::unique_ptr<farandole::Context> context;
@@ -26,7 +26,6 @@ struct farandole_work {
 
 struct farandole_gradients {
   farandole::GradientRound round;
-  farandole::Engine* engine;
   /// Where no allocator was given.
   std::shared_ptr<farandole::LibraryResults> results;
 };

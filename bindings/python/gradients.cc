@@ -345,8 +345,7 @@ Gradients::Gradients(std::shared_ptr<Context> context, const Options& options,
       new_results_(slots_.size()) {
   if (!named.empty()) type_ = &TypeOf(named.front().second);
   const farandole_allocator allocator{sizeof allocator, this, &Gradients::AllocateResult};
-  std::vector<const char*> texts;
-  for (const std::string& label : labels) texts.push_back(label.c_str());
+  const std::vector<const char*> texts = ToTexts(labels);
   farandole_gradient_options how{};
   how.struct_size = sizeof how;
   how.labels = texts.data();
@@ -363,14 +362,41 @@ Gradients::Gradients(std::shared_ptr<Context> context, const Options& options,
                                    static_cast<int32_t>(tensors.size()), &handle_));
 }
 
-Gradients::~Gradients() { Release(); }
+Gradients::~Gradients() {
+  Release();
+  if (unbound_ != nullptr) farandole_gradients_release(unbound_);
+}
 
+/// What is known of the gradients stays for Rebind(), unless something is in flight for ever.
 bool Gradients::Release() {
   if (waiting_ > 0) return false;
-  if (!is_gone()) farandole_gradients_release(handle_);
-  handle_ = nullptr;
-  is_open_ = is_pending_ = false;
+  if (is_gone()) {
+    handle_ = nullptr;
+  } else if (farandole_gradients* const handle = std::exchange(handle_, nullptr);
+             farandole_gradients_rebind(handle, nullptr, 0, nullptr, 0) == FARANDOLE_OK) {
+    unbound_ = handle;
+  } else {
+    farandole_gradients_release(handle);
+  }
   return true;
+}
+
+std::vector<const char*> Gradients::ToTexts(const std::vector<std::string>& labels) {
+  std::vector<const char*> texts;
+  for (const std::string& label : labels) texts.push_back(label.c_str());
+  return texts;
+}
+
+void Gradients::Rebind(std::shared_ptr<Context> context, uint32_t set,
+                       const std::vector<std::string>& labels) {
+  if (unbound_ == nullptr) ThrowInternal("gradients that are in flight cannot go on elsewhere");
+  const std::vector<const char*> texts = ToTexts(labels);
+  Check(farandole_gradients_rebind(unbound_, context->get(), set, texts.data(),
+                                   static_cast<int32_t>(texts.size())));
+  MoveTo(std::move(context));
+  handle_ = std::exchange(unbound_, nullptr);
+  Drop();
+  kept_.clear();
 }
 
 farandole_gradients* Gradients::get() const {
@@ -433,26 +459,30 @@ bool Gradients::AreDefined() const {
   return std::ranges::all_of(slots_, [](const auto& slot) { return slot->LooksAsDefined(); });
 }
 
-void Gradients::CountPass(bool is_no_sync) {
+bool Gradients::CountPass(bool is_no_sync) {
   Check(farandole_gradients_count_pass(get(), is_no_sync ? 1 : 0));
+  return Status().is_window_full != 0;
+}
+
+void Gradients::SetPasses(int passes) {
+  farandole_gradients* const handle = is_gone() ? unbound_ : handle_;
+  if (handle != nullptr) Check(farandole_gradients_set_passes(handle, passes));
 }
 
 void Gradients::Open() {
-  is_open_ = true;
   std::erase_if(AllAdditions(), [](const auto& entry) { return entry.second.expired(); });
   Check(farandole_gradients_open(get()));
 }
 
-/// In the pass that was let in there is nothing to look at, except that a gradient must not be
-/// added to one in flight, which is so in a round that an earlier pass left open, nor to a sum.
+/// In the pass that was let in, before which a round that an earlier one left open has ended, there
+/// is nothing to look at, except that a gradient must not be added to a reduced sum.
 void Gradients::BeforeAccumulation(int32_t index) {
   GradientSlot& slot = *slots_[static_cast<size_t>(index)];
   if (slot.gradient().is_none()) {
     slot.is_fresh = true;
     slot.additions = nullptr;  // of a view that is gone
   }
-  const bool is_let_in = task && !task.is_none() && (!is_open_ || is_running) &&
-                         (settings_.is_average || !slot.reduced);
+  const bool is_let_in = task && !task.is_none() && (settings_.is_average || !slot.reduced);
   if (is_let_in && Call(torch_.current_task).equal(task)) return;
   if (const py::object owner = Owner()) owner.attr("before_accumulation")(index);
 }
@@ -469,7 +499,8 @@ void Gradients::Accumulated(int32_t index) {
   GradientSlot& slot = *slots_[static_cast<size_t>(index)];
   slot.reduced = py::object();
   if (slot.view) (void)slot.MoveIntoView();  // now, while the gradient is in the cache
-  int32_t due = -1;
+  constexpr int32_t kNoRound = -2;
+  int32_t due = kNoRound;
   const int code = farandole_gradients_accumulated(get(), index, &due);
   if (code != FARANDOLE_OK)
     throw std::runtime_error(std::string(farandole_last_error()) +
@@ -478,7 +509,7 @@ void Gradients::Accumulated(int32_t index) {
                              "gradients at the end of the pass");
   if (!slot.is_fresh)  // Autograd has added to what was there, by one write.
     if (int64_t* const additions = AdditionsTo(slot, slot.gradient())) ++*additions;
-  if (is_open_) {
+  if (due != kNoRound) {
     slot.made_in = StreamNow();
     if (due >= 0) Send(due);
     return;
@@ -605,7 +636,6 @@ void Gradients::Compare() {
   const WaitGuard guard(waiting_);
   const int code = WaitInSlices(
       -1, [&](double slice_s) { return farandole_gradients_compare(handle, slice_s); });
-  if (code == FARANDOLE_MISMATCH) is_open_ = false;
   Check(code);
 }
 
@@ -628,14 +658,17 @@ void Gradients::End(bool is_left_to_user) {
   }
   if (HasSparse()) Check(farandole_gradients_raise_flag(get()));
   Check(farandole_gradients_end(get(), nullptr));
-  is_open_ = false;
-  is_pending_ = true;
 }
 
-void Gradients::Fail(const std::string& why) {
-  is_open_ = false;
-  is_pending_ = true;
-  Check(farandole_gradients_end(get(), why.c_str()));
+void Gradients::Fail(const std::string& why) { Check(farandole_gradients_end(get(), why.c_str())); }
+
+void Gradients::NoteFailure(const std::optional<std::string>& why) {
+  if (!is_gone()) Check(farandole_gradients_note_failure(handle_, why ? why->c_str() : nullptr));
+}
+
+void Gradients::Forget() {
+  farandole_gradients* const handle = is_gone() ? unbound_ : handle_;
+  if (handle != nullptr) Check(farandole_gradients_forget(handle));
 }
 
 void Gradients::Wait() {
@@ -645,7 +678,6 @@ void Gradients::Wait() {
   const int code = WaitInSlices(-1, [&](double slice_s) {
     return farandole_gradients_wait(handle, stream ? &*stream : nullptr, slice_s);
   });
-  is_pending_ = false;
   Check(code);
 }
 
@@ -742,7 +774,7 @@ void Gradients::ReleaseSparse() {
 /// failed.
 void Gradients::KeepMemory() {
   if (!is_cuda()) return;
-  if (const auto status = StatusOfDevice()) kept_.emplace_back(status->rounds, Memory());
+  if (CompleteRounds()) kept_.emplace_back(Status().rounds, Memory());
 }
 
 py::list Gradients::Memory() const {
@@ -756,28 +788,27 @@ py::list Gradients::Memory() const {
 farandole_round_status Gradients::Status() const {
   farandole_round_status status{};
   status.struct_size = sizeof status;
-  if (!is_gone()) Check(farandole_gradients_status(handle_, &status));
+  const farandole_gradients* const handle = is_gone() ? unbound_ : handle_;
+  if (handle != nullptr) Check(farandole_gradients_status(handle, &status));
   return status;
 }
 
 /// nullopt: after the context's end, or the device has failed; nothing touches memory any more.
-std::optional<farandole_round_status> Gradients::StatusOfDevice() const {
-  farandole_round_status status{};
-  status.struct_size = sizeof status;
-  if (is_gone() || farandole_gradients_status(handle_, &status) != FARANDOLE_OK)
+std::optional<int64_t> Gradients::CompleteRounds() const {
+  int64_t rounds = 0;
+  if (is_gone() || farandole_gradients_complete(handle_, &rounds) != FARANDOLE_OK)
     return std::nullopt;
-  return status;
+  return rounds;
 }
 
 bool Gradients::IsComplete() const {
-  const auto status = StatusOfDevice();
-  return !status || status->complete == status->rounds;
+  const std::optional<int64_t> complete = CompleteRounds();
+  return !complete || *complete == Status().rounds;
 }
 
 void Gradients::ReleaseCompleted() {
   if (kept_.empty()) return;
-  const auto status = StatusOfDevice();
-  const int64_t complete = status ? status->complete : INT64_MAX;
+  const int64_t complete = CompleteRounds().value_or(INT64_MAX);
   while (!kept_.empty() && kept_.front().first <= complete) {
     const py::object memory = std::move(kept_.front().second);  // May call Python when it goes.
     kept_.pop_front();
@@ -786,14 +817,14 @@ void Gradients::ReleaseCompleted() {
 
 /// Whether the round that was ended last has finished; its failure was reported already.
 bool Gradients::HasEnded() {
-  if (is_pending_)
-    is_pending_ = !is_gone() && farandole_gradients_wait(handle_, nullptr, 0) == FARANDOLE_PENDING;
-  return !is_pending_;
+  return is_gone() || Status().is_pending == 0 ||
+         farandole_gradients_wait(handle_, nullptr, 0) != FARANDOLE_PENDING;
 }
 
 void Gradients::Detach() {
-  if (is_gone() || (kept_.empty() && !is_pending_)) return;
-  if (is_pending_) kept_.emplace_back(INT64_MAX, Memory());
+  const bool is_pending = Status().is_pending != 0;
+  if (is_gone() || (kept_.empty() && !is_pending)) return;
+  if (is_pending) kept_.emplace_back(INT64_MAX, Memory());
   context_->detached_.push_back(shared_from_this());
   Clear();
 }

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import farandole.torch as fl
-from farandole.torch import _gradient_memory
+from farandole.torch.optimizer import _gradient_memory
 from jobs import on_several
 from models import OPTIMIZERS, Branched, train_alone
 from ranks import run_forked, run_threads

@@ -12,12 +12,12 @@ import torch
 
 from farandole import basics, ops
 from farandole.basics import ProcessSet
-from farandole.torch import _gradient_memory, _parameters
-from farandole.torch._adasum import AdasumSteps
-from farandole.torch._parameters import Settings
-from farandole.torch._reducer import GradientReducer
-from farandole.torch._steps import Steps, adapt_scalers, evaluates_once, steps_of
 from farandole.torch.compression import Compression, PowerSGD, native_wire
+from farandole.torch.optimizer import _gradient_memory, _parameters
+from farandole.torch.optimizer._adasum import AdasumSteps
+from farandole.torch.optimizer._parameters import Settings
+from farandole.torch.optimizer._reducer import GradientReducer
+from farandole.torch.optimizer._steps import Steps, adapt_scalers, evaluates_once, steps_of
 
 
 @runtime_checkable
@@ -171,6 +171,7 @@ def DistributedOptimizer(
         group = process_set if process_set.included() else basics.global_process_set
         factor = gradient_predivide_factor
         settings = Settings(
+            process_set=group,
             options=ops.reduction_options(ops.ALLREDUCE, op, 1 / factor, factor, group, wire or 0),
             compression=None if wire is not None else compression,
             size=(process_set.size() if process_set.included() else 1) or 1,
