@@ -412,7 +412,6 @@ void BindGradientSlot(py::module_& m) {
   BindField<&GradientSlot::codec>(slot, "codec");
   BindField<&GradientSlot::dtype>(slot, "dtype");
   BindField<&GradientSlot::last_dtype>(slot, "last_dtype");
-  BindField<&GradientSlot::view>(slot, "view");
   BindField<&GradientSlot::sent>(slot, "sent");
   BindField<&GradientSlot::sparse>(slot, "sparse");
 }

@@ -296,21 +296,6 @@ bool GradientSlot::HasChanged() const {
   return !now.is(sent) || (!now.is_none() && Version(now) != sent_version);
 }
 
-/// A user's tensor that is replaced keeps its values and is reduced no more, as with torch's
-/// DistributedDataParallel. The view holds what is dense, in host memory, of its dtype and shape.
-py::object GradientSlot::MoveIntoView() {
-  static PyObject* const grad = Interned("grad");
-  py::object now = gradient();
-  if (!view || now.is(view)) return now;
-  const std::optional<Layout> layout = Peek(now);
-  if (!layout || !look || layout->tensor.device.device_type != kDLCPU ||
-      !IsSame(layout->tensor.dtype, look->tensor.dtype) || !HasShape(layout->tensor, look->tensor))
-    return now;
-  view.attr("copy_")(now.attr("detach")());
-  if (PyObject_SetAttr(parameter.ptr(), grad, view.ptr()) != 0) throw py::error_already_set();
-  return view;
-}
-
 py::tuple GradientSlot::Shape() const {
   if (!look) return py::tuple(parameter.attr("shape"));
   py::tuple shape(static_cast<size_t>(look->tensor.ndim));
@@ -498,7 +483,6 @@ void Gradients::AfterAccumulation(int32_t index) {
 void Gradients::Accumulated(int32_t index) {
   GradientSlot& slot = *slots_[static_cast<size_t>(index)];
   slot.reduced = py::object();
-  if (slot.view) (void)slot.MoveIntoView();  // now, while the gradient is in the cache
   constexpr int32_t kNoRound = -2;
   int32_t due = kNoRound;
   const int code = farandole_gradients_accumulated(get(), index, &due);
@@ -547,7 +531,7 @@ void Gradients::Mark(int32_t index, void* in, void* out, farandole_vote vote) {
 
 void Gradients::Send(int32_t index) {
   GradientSlot& slot = *slots_[static_cast<size_t>(index)];
-  const py::object gradient = slot.MoveIntoView();
+  const py::object gradient = slot.gradient();
   slot.sparse = py::object();
   if (gradient.is_none()) return SendAbsent(slot, index);
   std::optional<Layout> layout = ReadDirectly(slot, gradient);
@@ -570,7 +554,7 @@ void Gradients::Send(int32_t index) {
   Mark(index, memory, memory, vote);
 }
 
-/// The result is allocated when the decision is executed, unless there is a view to hold it.
+/// The result is allocated when the decision is executed.
 void Gradients::SendAbsent(GradientSlot& slot, int32_t index) {
   const std::optional<Layout> parameter = Peek(slot.parameter);
   if (parameter && slot.look && !HasShape(parameter->tensor, slot.look->tensor))
@@ -578,12 +562,7 @@ void Gradients::SendAbsent(GradientSlot& slot, int32_t index) {
   slot.sent = slot.reduced = slot.buffer = py::object();
   slot.sent_version = std::nullopt;
   slot.is_present = slot.is_fresh = false;
-  void* out = nullptr;
-  if (slot.view) {
-    slot.buffer = slot.view;
-    out = AddressOf(Peek(slot.view)->tensor);
-  }
-  Mark(index, nullptr, out, FARANDOLE_ABSENT);
+  Mark(index, nullptr, nullptr, FARANDOLE_ABSENT);
 }
 
 /// What travels of a gradient that cannot be sent where it lies; null: nothing. In its own stream.
@@ -615,7 +594,7 @@ bool Gradients::HasOtherOwner(const py::object& gradient) const {
 }
 
 py::object Gradients::OwnMemory(GradientSlot& slot, const py::object& gradient) {
-  if (gradient.is_none() || gradient.is(slot.view)) return gradient;
+  if (gradient.is_none()) return gradient;
   const bool is_own = torch_.count_owners.is_none() ? !slot.is_fresh : !HasOtherOwner(gradient);
   if (is_own) return gradient;
   const py::object owner = Owner();
@@ -837,8 +816,8 @@ bool Gradients::HasSparse() const {
 
 int Gradients::Traverse(visitproc visit, void* argument) const {
   for (const auto& slot : slots_)
-    for (const py::object* object : {&slot->parameter, &slot->codec, &slot->view, &slot->sent,
-                                     &slot->buffer, &slot->sparse, &slot->reduced})
+    for (const py::object* object : {&slot->parameter, &slot->codec, &slot->sent, &slot->buffer,
+                                     &slot->sparse, &slot->reduced})
       if (const int code = Visit(*object, visit, argument); code != 0) return code;
   return Visit(like_, visit, argument);
 }

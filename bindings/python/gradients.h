@@ -40,10 +40,6 @@ struct GradientSlot {
   std::optional<Layout> look;     ///< The parameter then; nullopt: it could not be read.
   bool was_live = false;          ///< IsLive() then.
 
-  /// A tensor in memory where ranks reduce without copies: the gradient is moved there when it is
-  /// accumulated or sent. Null: it stays where it is.
-  pybind11::object view;
-
   /// The stream in which the gradient was accumulated; nullopt: in host memory.
   std::optional<farandole_stream> made_in;
   /// Autograd chose the memory of `.grad`, which was None, and nothing was sent since.
@@ -82,9 +78,6 @@ struct GradientSlot {
   void NoteSent(const pybind11::object& gradient);
   /// Whether the gradient is another one than the one that was sent, or was written to since.
   bool HasChanged() const;
-  /// Makes the view the gradient, with its values. Gives the gradient as it is then: what was
-  /// there before if there is no view, or it cannot hold that.
-  pybind11::object MoveIntoView();
   /// Of the parameter when its gradients were defined.
   pybind11::tuple Shape() const;
   /// Whether there is a gradient, or can be one.

@@ -224,7 +224,6 @@ class GradientSlot:
     codec: Any
     dtype: Any
     last_dtype: Any
-    view: Any
     sent: Any
     sparse: Any
     def gradient_dtype(self) -> Any: ...

@@ -35,8 +35,7 @@ class Settings:
         densifies: Sparse gradients travel as dense ones.
         group_count: How many groups to cut the gradients into; 0: by their size.
         overlaps: Gradients are sent during the backward pass; otherwise at its end.
-        are_views: Gradients in host memory are moved to buffers where ranks reduce without copies.
-        are_shared: Gradients in host memory are made by autograd in such buffers.
+        are_shared: Gradients in host memory are made by autograd where ranks reduce without copies.
     """
 
     process_set: ProcessSet
@@ -48,7 +47,6 @@ class Settings:
     densifies: bool
     group_count: int
     overlaps: bool
-    are_views: bool
     are_shared: bool
 
     def of_now(self) -> Settings:

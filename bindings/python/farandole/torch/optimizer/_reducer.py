@@ -37,7 +37,6 @@ from farandole.torch.optimizer._low_rank import LowRankExchange, codec_for, low_
 from farandole.torch.optimizer._parameters import GradientHooks, Settings, is_live, label
 from farandole.torch.optimizer._sparse import SparseExchange
 
-_ALIGN = 64  # bytes, of a cache line
 _TORCH = (current_task, torch.is_grad_enabled, _library.count_owners, _library.SOLE_OWNER)
 
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -81,7 +80,6 @@ class GradientReducer:
         self.gradients.set_passes(settings.passes)
         self._number()
         self._low_rank: dict[int, _core.GradientSlot] = {}  # those that travel as two matrices
-        self._flats: dict[str, torch.Tensor] = {}  # the memory of views, by their slots' names
         self._memory: list[GradientMemory] = []  # where autograd makes gradients
         self._held = {id(parameter) for _, parameter in named}  # what is held here keeps them alive
         self._default_device = _codecs.default_device_of(())
@@ -438,8 +436,6 @@ class GradientReducer:
         descriptions = [self._define(slot) for slot in self.gradients]
         self._low_rank = low_rank_of(self.gradients)
         self.gradients.define(descriptions, default.like)
-        if self.settings.are_views and default.like is None:
-            self._make_views()
         self._memory.clear()
         self._is_defined = True
 
@@ -448,40 +444,6 @@ class GradientReducer:
         live = [slot for slot in slots if slot.dtype is not None and is_live(slot.parameter)]
         sizes = [slot.parameter.numel() * slot.dtype.itemsize for slot in live]
         self._memory.append(GradientMemory(self.rank.core, sizes))
-
-    def _make_views(self) -> None:
-        """Gives slots whose gradients were defined anew views of one new buffer.
-
-        A batch is reduced without copies if all of it lies in such memory.
-        """
-        slots = [slot for slot in self.gradients if self._lacks_view(slot)]
-        sizes = [slot.parameter.numel() * slot.parameter.element_size() for slot in slots]
-        begins = list(itertools.accumulate((-(-n // _ALIGN) * _ALIGN for n in sizes), initial=0))
-        memory = self.rank.core.allocate(begins[-1])
-        for slot, begin in zip(slots, begins, strict=False):
-            parameter = slot.parameter
-            flat = torch.frombuffer(memory, dtype=parameter.dtype, count=parameter.numel(), offset=begin)
-            self._flats[slot.name] = flat
-            # Not flat.view(): views in autograd's sense cannot be detached in place.
-            slot.view = torch.empty(0, dtype=flat.dtype).set_(
-                flat.untyped_storage(), 0, parameter.shape, parameter.stride()
-            )
-
-    def _lacks_view(self, slot: _core.GradientSlot) -> bool:
-        """Whether the slot's gradients can have a view, and have none as they are defined.
-
-        ``Module.to()`` gives gradients other memory, and so the view, which is one.
-        """
-        view, parameter = slot.view, slot.parameter
-        is_plain = slot.codec is None and slot.dtype is parameter.dtype and is_live(parameter)
-        if not is_plain or parameter.numel() == 0 or not parameter.is_contiguous():
-            slot.view = None
-            return False
-        return (
-            view is None
-            or (view.dtype, view.shape) != (parameter.dtype, parameter.shape)
-            or view.data_ptr() != self._flats[slot.name].data_ptr()
-        )
 
     def _define(self, slot: _core.GradientSlot) -> _core.GradientDescription:
         """Dtype and shape on the wire of the next gradients, as the parameter looks now."""
