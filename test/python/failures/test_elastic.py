@@ -514,7 +514,7 @@ me, begin, end = map(int, sys.argv[2:])
 p, q = torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)
 
 def join(job, size):
-    fl.init(rank=me, size=size, store=dist.PrefixStore(f"{job} {size}", dist.FileStore(sys.argv[1], -1)))
+    fl.init(rank=me, size=size, store=dist.FileStore(f"{sys.argv[1]} {job} {size}", -1))
 
 def train(size, optimizers, steps=3):
     for _ in range(steps):
