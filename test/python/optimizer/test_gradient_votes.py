@@ -5,7 +5,7 @@ import torch
 import torch.utils.checkpoint
 
 import farandole.torch as fl
-from farandole.torch._parameters import GradientHooks
+from farandole.torch.optimizer._parameters import GradientHooks
 from jobs import Job, on_all, on_all_at_backward, on_several
 from models import parameter
 

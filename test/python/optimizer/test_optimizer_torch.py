@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import farandole.torch as fl
-from farandole.torch import _backward_end
+from farandole.torch.optimizer import _backward_end
 from jobs import Job, on_all, on_all_at_backward, on_several
 from models import parameter
 from ranks import run_forked

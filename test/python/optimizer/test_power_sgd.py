@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import farandole.torch as fl
-from farandole.torch._low_rank import LowRank
+from farandole.torch.optimizer._low_rank import LowRank
 from jobs import on_several
 
 ROWS, COLUMNS = 40, 30
