@@ -28,6 +28,7 @@ import math
 import os
 import random
 import re
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -204,12 +205,33 @@ class Growing(Halved):
         return tensor.repeat(2 if tensor.any() else 1), tensor.dtype
 
 
+class Refusing(Halved):
+    """Raises on threads for which ``now.refuses`` is set."""
+
+    now = threading.local()
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
+        if getattr(Refusing.now, "refuses", False):
+            raise KeyError("no compressor")
+        return Halved.compress(tensor)
+
+
+def low_rank(rank: int, zero_rows: int = 0) -> torch.Tensor:
+    """[40, 30] of rank two, in a space of columns that all ranks share: the mean has rank two as well."""
+    a, b = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for shape, seed in (((40, 2), rank), ((2,
+    30), 99)))
+    a[:zero_rows] = 0
+    return a @ b
+
+
 #: What texts of programs may name.
 NAMES = {
     "AsReal": AsReal, "Branched": Branched, "FINE": 1.0 + 2.0**-20, "FirstColumn": FirstColumn, "Growing": Growing,
     "Halved": Halved, "ToFloat": ToFloat, "batch": batch, "batches": lambda: fl.counters()["batches"],
     "calling": calling, "checkpoint": checkpoint, "clip": torch.nn.utils.clip_grad_norm_, "fail": fail, "fl": fl,
-    "grad_of": grad_of, "half": half, "loop": loop, "math": math, "warnings": warnings, "loss_of": loss_of, "one": one,
+    "grad_of": grad_of, "half": half, "loop": loop, "low_rank": low_rank, "Refusing": Refusing, "math": math,
+    "warnings": warnings, "loss_of": loss_of, "one": one,
     "ones": ones, "pytest": pytest,
     "resize": resize, "rows": rows, "t": lambda *values: torch.tensor(values, dtype=torch.float32), "torch": torch,
 }  # fmt: skip

@@ -424,6 +424,42 @@ TRAINING = [
     training("a sum is all ranks' sum", arguments="op=fl.Sum", steps=5, sizes=(2, 3)),
 ]  # fmt: skip
 
+AFTER_IT = ('fails HorovodInternalError "step.. after a failed backward" step; '
+            "zero; back p*(1 + rank); end; step; zero; back p*rank; end; step")  # fmt: skip
+BREAKS = "back calling(p * 1, lambda: rank == 1 and fail()) * q & end"
+FAILED = [
+    *(Program(f"an exception in one backward() fails the round on every rank, after {rounds} rounds",
+              f'fails ValueError "^bad batch 17$" {BREAKS} @ rank == 1; '
+              f'fails AbortedError "rank 1.*ValueError: bad batch 17" {BREAKS} @ rank != 1; {AFTER_IT}',
+              first="zero; back p*q; step; " * rounds + "zero", steps=1, **SEVERAL) for rounds in (0, 1, 3)),
+    Program("a backward() right after a failed one works without zero_grad()",
+    f'fails ValueError|AbortedError "" {BREAKS}; '
+            "p.grad = None; q.grad = None; back p*rank + q; end", steps=1, **SEVERAL),
+    *(Program(f"an exception in compress() fails the round on every rank, after {rounds} rounds",
+              "only Refusing.now.refuses = True @ rank == 1; "
+              'fails KeyError "no compressor" back p*1 & end @ rank == 1; only Refusing.now.refuses = False; '
+              """fails AbortedError "rank 1.*KeyError: 'no compressor'" back p*1 & end @ rank != 1; """ + AFTER_IT,
+              first="zero; back p*1; step; " * rounds + "zero", steps=1, arguments="compression=Refusing",
+              optimizers="p",
+              **SEVERAL) for rounds in (0, 1, 3)),
+]  # fmt: skip
+
+POWER = {"arguments": "compression=fl.PowerSGD(rank=2)", "tolerance": 1e-4} | SEVERAL
+LOW_RANK = [
+    Program("PowerSGD averages a matrix of no higher rank exactly", "zero; back p * low_rank(rank); end",
+            leaves="p=ones(40, 30)", **POWER),
+    Program("PowerSGD sends vectors and small matrices as they are",
+            "zero; back (v * (rank + t(*range(50)))).sum() + (m * (rank - t(*range(36)).view(6, 6))).sum() + "
+            "(p * low_rank(rank)).sum(); end", leaves="v=ones(50), m=ones(6, 6), p=ones(40, 30)", **POWER),
+    Program("with PowerSGD a rank without a gradient takes part", "zero; back q if rank == 0 else p * low_rank(rank); "
+    "end",
+            leaves="p=ones(40, 30), q=one()", steps=1, **POWER),
+    Program("with PowerSGD a round of zeros, from which Q would stay zero, does not end learning",
+            "zero; back p * (low_rank(rank, 5) * (step > 0)); opt.synchronize(); end @ step != 1",
+            leaves="p=ones(40, 30)",
+            **POWER),
+]  # fmt: skip
+
 SGD = torch.optim.SGD
 SCALER = {"first": "scaler = torch.amp.GradScaler('cpu', init_scale=4.0, growth_interval=100); "
           "only warnings.filterwarnings('error', message='.*skip_synchronize')", "steps": 4}  # fmt: skip
@@ -461,7 +497,8 @@ SCALED = [] if not hasattr(torch.amp, "GradScaler") else [
             first=SCALER["first"] + "; plain = torch.optim.SGD([q], lr=1.0)"),
 ]  # fmt: skip
 
-PROGRAMS = [*TOOLS, *SCALED, *PARTS, *WRITTEN, *ASSIGNED, *WINDOWS, *PASSES, *SHAPES, *SPARSE, *OWN_DTYPE, *SHARING,
+PROGRAMS = [*FAILED, *LOW_RANK, *TOOLS, *SCALED, *PARTS, *WRITTEN, *ASSIGNED, *WINDOWS, *PASSES, *SHAPES, *SPARSE,
+*OWN_DTYPE, *SHARING,
 *COMPRESSED, *TRAINING]
 
 
