@@ -466,9 +466,11 @@ SCALER = {"first": "scaler = torch.amp.GradScaler('cpu', init_scale=4.0, growth_
 OVERFLOW = "back scaler.scale(p * (math.inf if (rank, step) == (0, 1) else rank)); "
 ENDS = "scaler.update(); end 1; only assert scaler.get_scale() == (2.0 if step else 4.0)"
 TOOLS = [
-    Program("schedulers made before and after the wrap act", "zero; back p*rank; step; early.step(); late.step()",
+    Program("schedulers made before and after the wrap act, and see that step() was called",
+    "zero; back p*rank; step; early.step(); late.step()",
             before="early = torch.optim.lr_scheduler.StepLR(plain, 1)", optimizers="p",
-            first="late = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)"),
+            first="late = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5); "
+            "only warnings.filterwarnings('error', message='.*lr_scheduler.step')"),
     Program("a subclass whose step() calls the base's runs one round",
             "zero; back p*rank; only n = batches(); step; only assert step == 0 or batches() - n <= 1",
             make=lambda ps: type("Own", (SGD,), {"step": lambda self, closure=None: SGD.step(self, closure)})(ps,
