@@ -42,7 +42,7 @@ import farandole.torch as fl
 from jobs import Job
 from models import Branched, Halved, batch, loss_of
 
-#: Of all that is drawn; pytest's header shows it.
+#: Of all that is drawn; a program that fails is printed, with its own.
 SEED = int(os.environ.setdefault("FARANDOLE_TEST_SEED", str(random.randrange(10**6))))
 PLAIN = functools.partial(torch.optim.SGD, lr=1.0)
 Snapshot = dict[str, tuple[torch.Tensor | None, torch.Tensor]]

@@ -433,7 +433,7 @@ FAILED = [
               f'fails AbortedError "rank 1.*ValueError: bad batch 17" {BREAKS} @ rank != 1; {AFTER_IT}',
               first="zero; back p*q; step; " * rounds + "zero", steps=1, **SEVERAL) for rounds in (0, 1, 3)),
     Program("a backward() right after a failed one works without zero_grad()",
-    f'fails ValueError|AbortedError "" {BREAKS}; '
+    f'fails ValueError|AbortedError "bad batch 17" {BREAKS}; '
             "p.grad = None; q.grad = None; back p*rank + q; end", steps=1, **SEVERAL),
     *(Program(f"an exception in compress() fails the round on every rank, after {rounds} rounds",
               "only Refusing.now.refuses = True @ rank == 1; "
@@ -510,16 +510,17 @@ def test_the_contract(program, job):
 
 
 def test_the_contract_in_processes():
-    """All programs in one start of ranks, in shared memory."""
+    """Some that are drawn, in one start of ranks, in shared memory."""
     script = """
+        import random
         import warnings
         import farandole.torch as fl
-        from contract import Rank, expectation
+        from contract import SEED, Rank, expectation
         from jobs import Job
         from test_contract import PROGRAMS
 
         fl.init()
-        for program in PROGRAMS:  # without those that end in a disagreement which stays
+        for program in random.Random(SEED).sample(PROGRAMS, 50):  # none with a disagreement, which stays
             for complete in program.completes if 2 in program.sizes and "MismatchError" not in program.text else ():
                 with warnings.catch_warnings(action="ignore"):
                     Rank(program, Job(2, complete), fl.rank(), expectation(program, 2)).run()
@@ -660,7 +661,7 @@ def drawn(seed):
 @pytest.mark.parametrize("job", [Job(size, complete) for size in (2, 3) for complete in ("backward", "step")], ids=str)
 def test_programs_that_are_drawn(job):
     """FARANDOLE_TEST_GRAPHS says how many; FARANDOLE_TEST_SEED, which."""
-    for seed in range(SEED, SEED + int(os.environ.get("FARANDOLE_TEST_GRAPHS", "100")) // 4):
+    for seed in range(SEED, SEED + int(os.environ.get("FARANDOLE_TEST_GRAPHS", "100")) // 10):
         program = drawn(seed)
         print(program)  # pytest shows it if it fails
         run(program, job)
