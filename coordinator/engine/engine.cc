@@ -73,6 +73,7 @@ SharedParts Engine::Shared() {
           gpu_,
           tracing_,
           parts_.memory != nullptr ? *parts_.memory : own_memory_,
+          parts_.liveness != nullptr ? *parts_.liveness : own_liveness_,
           callers_,
           callbacks_};
 }

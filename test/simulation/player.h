@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "coordinator/control/frame_coalescer.h"
+#include "coordinator/liveness/table.h"
 #include "coordinator/protocol/batching.h"
 #include "coordinator/protocol/negotiation.h"
 #include "core/counters.h"
@@ -126,6 +127,7 @@ class Player final : public NegotiationListener {
   std::vector<std::byte> bytes_;
   WorldTransport transport_;
   Counters counters_;
+  LivenessTable liveness_;
   FrameCoalescer coalescer_;
 
   std::vector<Progress> progress_;  // by operation
