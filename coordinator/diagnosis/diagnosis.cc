@@ -8,6 +8,7 @@ namespace farandole {
 ObserveNegotiation Detectors(DetectorListener& listener) {
   return [&listener](NodeState& node, Decider& decider) {
     std::vector<std::unique_ptr<NegotiationObserver>> detectors;
+    if (node.options.size == 1) return detectors;  // it waits for nobody
     detectors.push_back(std::make_unique<Divergence>(node, decider, listener));
     detectors.push_back(std::make_unique<StallMonitor>(node, decider, listener));
     return detectors;
@@ -26,7 +27,7 @@ Diagnosis::Diagnosis(const Options& options) : log_(*options.log) {
 }
 
 void Diagnosis::Observe(EngineParts& parts) {
-  for (const auto& one : observers_) parts.observers.push_back(one.get());
+  for (const auto& one : observers_) one->Observe(parts.observers);
   parts.observe_negotiation = Detectors(*this);
 }
 

@@ -216,8 +216,7 @@ std::string DescribeDivergence(const std::vector<WaitingRanks>& diverged, bool w
 }
 
 void Divergence::OnSubmitted(KeyId id) {
-  if (!node_.options.divergence_check || node_.options.size == 1) return;
-  if (!IsWaitedFor(node_.keys.Peek(id))) return;
+  if (!node_.options.divergence_check || !IsWaitedFor(node_.keys.Peek(id))) return;
   submit_ns_ = node_.now_ns;
   interval_ns_ = kBlockedNs;
   check_ns_ = std::min(check_ns_, node_.now_ns + kBlockedNs);

@@ -12,6 +12,11 @@ class FlightEvents final : public EngineObserver {
  public:
   explicit FlightEvents(FlightRecorder& recorder) : recorder_(recorder) {}
 
+  void Observe(EngineObservers& lists) override {
+    for (auto* const list : {&lists.submitted, &lists.decided, &lists.finished, &lists.all})
+      list->push_back(this);
+  }
+
   void OnSubmitted(Operation& operation, int64_t now_ns) override {
     const std::vector<TensorSignature>& tensors = operation.signature.tensors;
     const DType dtype = tensors.empty() ? DType::kUint8 : tensors.front().dtype;

@@ -59,6 +59,7 @@ std::string DescribeTensor(const Operation& operation, size_t t, const StepCount
 class NumberCheck final : public EngineObserver {
  public:
   NumberCheck(NanCheck mode, int rank, Log& log) : mode_(mode), rank_(rank), log_(log) {}
+  void Observe(EngineObservers& lists) override { lists.starting.push_back(this); }
   std::string Refuse(const Operation& operation, std::span<const void* const> in,
                      const Vote& vote) override;
 

@@ -31,6 +31,10 @@ class TimelineEvents final : public EngineObserver {
  public:
   explicit TimelineEvents(Timeline& timeline) : timeline_(timeline) {}
 
+  void Observe(EngineObservers& lists) override {
+    for (auto* const list : {&lists.decided, &lists.batch_done, &lists.done}) list->push_back(this);
+  }
+
   void OnDecided(const WorkDecision& work, const OperationRegistry& operations,
                  int64_t now_ns) override {
     if (!timeline_.on()) return;

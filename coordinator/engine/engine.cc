@@ -137,7 +137,7 @@ Result<std::shared_ptr<Work>> Engine::StartClaimed(ClaimedOperation& claimed,
   FARANDOLE_RETURN_IF_ERROR(CheckMemory(operation, in, out, vote));
   FARANDOLE_RETURN_IF_ERROR(lifecycle_.CheckStart());
   FARANDOLE_RETURN_IF_ERROR(operation.RecordProducers(gpu_, vote, producers));
-  for (EngineObserver* const one : parts_.observers) {
+  for (EngineObserver* const one : parts_.observers.starting) {
     if (std::string refused = one->Refuse(operation, in, vote); !refused.empty()) {
       Vote failed = vote;
       failed.failed = std::move(refused);

@@ -137,7 +137,7 @@ void EngineLoop::Submit(Operation& operation) {
   parts_.counters->Add(Counter::kSubmissions);
   operation.submitted_ns = now_ns_;
   operation.decided_ns = 0;
-  for (EngineObserver* const one : parts_.observers) one->OnSubmitted(operation, now_ns_);
+  for (EngineObserver* const one : parts_.observers.submitted) one->OnSubmitted(operation, now_ns_);
   if (lifecycle_.failed()) return Complete(operation, lifecycle_.final_error());
   if (operation.key == Operation::kUnknownKey) operation.key = negotiation_.Intern(operation.name);
   operations_.Bind(operation);
@@ -243,7 +243,8 @@ void EngineLoop::FinishLeaving() {
 
 // A second end is an error of ours, unless the watchdog has ended everything meanwhile.
 void EngineLoop::Complete(Operation& operation, const Status& status) {
-  for (EngineObserver* const one : parts_.observers) one->OnFinished(operation, status, now_ns_);
+  for (EngineObserver* const one : parts_.observers.finished)
+    one->OnFinished(operation, status, now_ns_);
   if (operation.Finish(status) || lifecycle_.failed()) return;
   Note(Internal(Describe(operation.name) + ": finished twice"));
 }
@@ -288,7 +289,7 @@ int64_t EngineLoop::SpreadFailure() {
 void EngineLoop::Fail(const Status& error) {
   if (!given_up_.load()) executor_.AbandonAll();
   if (!lifecycle_.failed() && !lifecycle_.is_shut_down()) {
-    for (EngineObserver* const one : parts_.observers) one->OnFailed(error, now_ns_);
+    for (EngineObserver* const one : parts_.observers.all) one->OnFailed(error, now_ns_);
   }
   lifecycle_.Fail(error);
   SubmitAll(submissions_.TakeAll());
@@ -307,7 +308,8 @@ void EngineLoop::OnWork(const WorkDecision& work) {
   // A rank that has joined takes part without ever having started an operation on its GPU.
   if (work.device() == DeviceKind::kCuda) gpu_.SetInUse();
   parts_.counters->Add(Counter::kDecisions);
-  for (EngineObserver* const one : parts_.observers) one->OnDecided(work, operations_, now_ns_);
+  for (EngineObserver* const one : parts_.observers.decided)
+    one->OnDecided(work, operations_, now_ns_);
   Note(executor_.Execute(work, now_ns_));
 }
 
@@ -365,13 +367,14 @@ bool EngineLoop::IsBlocked() const {
 
 // `failure` is this rank's alone, such as no memory for its result; the other ranks complete.
 void EngineLoop::OnOperationDone(Operation& operation) {
-  for (EngineObserver* const one : parts_.observers) one->OnDone(operation, now_ns_);
+  for (EngineObserver* const one : parts_.observers.done) one->OnDone(operation, now_ns_);
   Complete(operation, operation.failure);
   if (operation.name.kind == OpKind::kStep) announcer_.StartLater(operation);
 }
 
 void EngineLoop::OnBatchDone(const Batch& batch, int64_t began_ns) {
-  for (EngineObserver* const one : parts_.observers) one->OnBatchDone(batch, began_ns, now_ns_);
+  for (EngineObserver* const one : parts_.observers.batch_done)
+    one->OnBatchDone(batch, began_ns, now_ns_);
   negotiation_.BatchDone(batch.number, batch.index);
 }
 

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "coordinator/engine/engine_options.h"
 #include "coordinator/engine/operation_registry.h"
 #include "core/status.h"
 #include "ops/data_plane.h"
@@ -14,13 +15,14 @@ namespace farandole {
 
 struct StallFacts;
 
-/// Overrides what it wants to know; each call is made once for each observer, in the order of
-/// EngineParts::observers. Times are on the engine's clock, that of the present iteration.
+/// Overrides what it wants to know. Times are on the engine's clock, that of the present iteration.
 ///
 /// Thread safety: called by the holder of the engine lock, except where another thread is named.
 class EngineObserver {
  public:
   virtual ~EngineObserver() = default;
+  /// Enters itself into the lists of what it overrides.
+  virtual void Observe(EngineObservers& lists) = 0;
   /// By the thread that starts `operation` and has claimed it; concurrently for several. `in` has
   /// an address for each tensor that is present.
   /// @return why it is to be refused, on all ranks; empty: it is not.

@@ -22,6 +22,12 @@ namespace farandole {
 
 class EngineObserver;
 
+/// By what they want to know of, so that nobody is asked in vain for each operation.
+struct EngineObservers {
+  std::vector<EngineObserver*> starting, submitted, decided, batch_done, done, finished;
+  std::vector<EngineObserver*> all;  ///< For what is rare.
+};
+
 struct EngineOptions {
   NegotiationOptions negotiation;
   int64_t progress_timeout_ns = 60 * kNsPerSecond;  ///< Of started work.
@@ -48,7 +54,7 @@ struct EngineParts {
   Counters* counters = nullptr;
   Log* log = nullptr;
   RankDevice* gpu = nullptr;                    ///< For tensors on a GPU; nullptr: there is none.
-  std::vector<EngineObserver*> observers = {};  ///< Of operations.
+  EngineObservers observers = {};               ///< Of operations.
   ObserveNegotiation observe_negotiation = {};  ///< May be empty.
   /// Of users' tensors, shared with the planes; nullptr: the engine's own.
   BorrowedMemory* memory = nullptr;

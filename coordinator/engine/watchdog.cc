@@ -26,7 +26,7 @@ Watchdog::Watchdog(const EngineLoop& loop, const EngineOptions& options, const E
       shutdown_timeout_ns_(options.shutdown_timeout_ns),
       peers_(parts.peers),
       hub_(parts.hub),
-      observers_(parts.observers),
+      observers_(parts.observers.all),
       lifecycle_(shared.lifecycle),
       operations_(shared.operations),
       memory_(shared.memory),
