@@ -259,3 +259,31 @@ def test_a_thread_that_runs_backward_works_for_the_rank_of_the_forward_pass(call
         return mine.grad
 
     check(run_threads(SIZE, body), gradients_of(lambda mine, _: call(mine), lambda rank: SIZE))
+
+
+def test_in_place_results_are_seen_by_autograd():
+    def body(rank):
+        x = torch.ones(3, requires_grad=True)
+        y = x * 2
+        loss = (y * y).sum()
+        before = y._version
+        with torch.no_grad():
+            fl.allreduce_(y)
+        assert y._version > before
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        weight = torch.nn.Parameter(torch.full((2,), float(rank)))
+        assert fl.broadcast_(weight, 1) is weight and weight.tolist() == [1, 1]
+
+    run_threads(2, body)
+
+
+def test_results_of_inputs_that_require_a_gradient_are_differentiable():
+    def body(rank):
+        loss = (torch.ones(2, requires_grad=True) * rank).sum()
+        mean = fl.allreduce(loss, name="barrier")
+        assert mean.item() == 1.0 and mean.requires_grad and mean.shape == ()
+        assert not fl.synchronize(fl.allreduce_async(loss)).requires_grad
+        assert loss.item() == 2.0 * rank
+
+    run_threads(2, body)

@@ -3,6 +3,7 @@
 import pickle
 import threading
 
+import numpy as np
 import pytest
 
 import farandole as fl
@@ -190,3 +191,21 @@ def test_an_interrupted_broadcast_goes_on_where_it_stopped(monkeypatch, step):
 
     monkeypatch.setattr(objects._Broadcast, step, interrupting(getattr(objects._Broadcast, step)))
     assert run_threads(2, body) == [[1, 2]] * 2
+
+
+@pytest.mark.parametrize(("text", "arrives"), [
+    pytest.param("x" + 4000 * "\u00e9", "x" + 1000 * "\u00e9", id="long"),
+    pytest.param("file\udcff", "file?", id="surrogate"),
+    pytest.param("\0", "", id="nul"),
+])  # fmt: skip
+def test_a_failure_text_of_any_characters_reaches_the_other_ranks(text, arrives):
+    def body(rank):
+        def make():
+            raise ValueError(text)
+
+        with pytest.raises(fl.AbortedError) as raised:
+            objects.broadcast_made(make, 0, "what")
+        assert str(raised.value).startswith(f'broadcast_object "what": rank 0 failed: ValueError: {arrives}')
+        return fl.allreduce(np.ones(1), name="after").tolist()
+
+    assert run_threads(2, body) == [[1.0]] * 2

@@ -24,38 +24,6 @@ def halves(rank):
     return sets[rank % 2], sets[1 - rank % 2]
 
 
-def test_every_collective_runs_among_the_members_alone():
-    def body(rank):
-        mine, _ = halves(rank)
-        own = float(rank)
-        for module, full in ((fl, np.full), (flt, torch.full)):
-            array = full((2, 1), own)
-            got = {
-                "sum": module.allreduce(array, op=fl.Sum, process_set=mine),
-                "mean": module.allreduce(array, process_set=mine),
-                "root": module.broadcast(array, mine.ranks[1], process_set=mine),
-                "rows": module.allgather(full((mine.rank() + 1,), own), process_set=mine),
-                "part": module.reducescatter(array, op=fl.Sum, process_set=mine),
-                "mixed": module.alltoall(array, process_set=mine),
-                "group": module.grouped_allreduce([array], op=fl.Sum, process_set=mine)[0],
-            }
-            low, high = mine.ranks
-            assert got["sum"].tolist() == got["group"].tolist() == [[low + high]] * 2
-            assert got["mean"].tolist() == [[(low + high) / 2]] * 2
-            assert got["root"].tolist() == [[high]] * 2
-            assert got["rows"].tolist() == [low, high, high]
-            assert got["part"].tolist() == [[low + high]]
-            assert got["mixed"].tolist() == [[low], [high]]
-            in_place = module.allreduce_(full((1,), own), op=fl.Sum, process_set=mine)
-            assert in_place.tolist() == [low + high]
-        rows, splits = fl.alltoall(np.array([own] * 3), [1, 2], process_set=mine)
-        assert len(splits) == 2 and set(rows) == {low, high}
-        fl.barrier(process_set=mine)
-        return fl.allreduce(np.array([own]), op=fl.Sum).item()
-
-    assert run_threads(4, body) == [6.0] * 4
-
-
 def test_objects_parameters_and_states_travel_within_a_set():
     def body(rank):
         mine, _ = halves(rank)
@@ -162,13 +130,6 @@ def test_the_same_ranks_twice_are_refused_on_all_ranks():
         return fl.allreduce(np.ones(1)).item()
 
     assert run_threads(4, body) == [1.0] * 4
-
-
-def test_ranks_that_are_no_integers_are_refused():
-    for ranks in (["0"], [0.5], [True], [None]):
-        with pytest.raises(ValueError, match="ranks, which are integers"):
-            fl.ProcessSet(ranks)
-    assert fl.ProcessSet(np.array([2, 0])).ranks == [0, 2]
 
 
 def test_ranks_that_add_other_sets_are_told():

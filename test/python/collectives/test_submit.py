@@ -6,6 +6,7 @@ import sys
 import tracemalloc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
@@ -259,3 +260,47 @@ def test_works_give_the_garbage_collector_nothing_to_do():
                 fl.synchronize(handle)
 
     alone(body)
+
+
+@pytest.mark.parametrize(("tensors", "expected"), [(1, 2), (2, 4)])
+def test_the_core_takes_a_split_per_tensor_and_rank(tensors, expected):
+    def body(_rank):
+        submit = basics.current().core.submit
+        arrays = [np.ones(8, int)] * tensors
+        with pytest.raises(ValueError, match=f"splits: expected {expected} numbers, got 3"):
+            submit(ops.options(ops.ALLTOALL), arrays, "x", ops.GROUP, splits=(1, 1, 1))
+        with pytest.raises(ValueError, match="allgather takes no farandole_params.splits"):
+            submit(ops.options(ops.ALLGATHER), arrays, "x", ops.GROUP, splits=(1, 1) * tensors)
+
+    run_threads(2, body)
+
+
+
+def test_numbers_of_rows_that_were_not_expected_are_an_error_though_they_fit_in_all():
+    def body(rank):
+        core, out = basics.current().core, np.zeros((8, 2), np.float32)
+        how, mine = ops.gather_options(fl.global_process_set), np.full((3 + 2 * rank, 2), rank + 1, np.float32)
+        core.submit(how, mine, "right", ops.BLOCKS, out=out, rows=[3, 5])
+        np.testing.assert_array_equal(out[:, 0], [1] * 3 + [2] * 5)
+        with pytest.raises(fl.MismatchError, match=r"expects rows \[4,4\] from the ranks; \[3,5\] came"):
+            core.submit(how, mine, "wrong", ops.BLOCKS, out=np.zeros((8, 2), np.float32), rows=[4, 4])
+        with pytest.raises(ValueError, match="rows has 1 numbers; expected 2"):
+            core.submit(how, mine, "wrong", ops.BLOCKS, out=out, rows=[8])
+
+    run_threads(2, body)
+
+
+def test_reductions_and_groups_take_out_as_well():
+    def body(rank):
+        core = basics.current().core
+        for kind, expected in ((ops.ALLREDUCE, 3.0), (ops.BROADCAST, 2.0)):
+            options = _core.Options(kind, root=1 if kind == ops.BROADCAST else -1)
+            places = [np.zeros(3), np.zeros(2)]
+            given = [np.full(3, rank + 1.0), np.full(2, rank + 1.0)]
+            results = core.submit(options, given, f"group {kind}", ops.GROUP | ops.BLOCKS, out=places)
+            assert all(result is place for result, place in zip(results, places, strict=True))
+            assert [place.tolist() for place in places] == [[expected] * 3, [expected] * 2]
+            with pytest.raises(ValueError, match="1 arrays as out for 2 tensors"):
+                core.submit(options, given, "group", ops.GROUP | ops.BLOCKS, out=places[:1])
+
+    run_threads(2, body)
