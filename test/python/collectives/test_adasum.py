@@ -63,15 +63,6 @@ def test_bfloat16_tensors_and_a_wire_of_16_bits():
         np.testing.assert_allclose(wire, wanted, rtol=2e-3, atol=2e-3)
 
 
-def test_integers_are_refused_and_the_next_call_works():
-    def body(rank):
-        with pytest.raises(ValueError, match="adasum"):
-            fl.allreduce(np.ones(2, np.int32), op=fl.Adasum)
-        return fl.allreduce(np.ones(2), op=fl.Sum).tolist()
-
-    assert run_threads(2, body) == [[2, 2]] * 2
-
-
 def make_model():
     """The same on every call; threads share torch's random numbers."""
     model = torch.nn.Linear(4, 3)
