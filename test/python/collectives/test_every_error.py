@@ -121,6 +121,7 @@ INVALID = [
              TypeError),
           ("a\0b", "^[^\n]*must not hold NUL[^\n]*$"), ("\ud800", "^[^\n]*lone surrogates[^\n]*$"))],
     Case("ranks that do not exist", lambda o, a, r, n: fl.add_process_set([0, n]), "expected distinct ranks from 0"),
+    Case("a rank twice", lambda o, a, r, n: fl.add_process_set([0, 0]), "expected distinct ranks from 0"),
     Case("a process set of nobody", lambda o, a, r, n: fl.add_process_set([]), "0 ranks; expected at least 1"),
     Case("a process set of all", lambda o, a, r, n: fl.add_process_set(list(range(n))),
          "all ranks are in the global process"),
@@ -167,8 +168,10 @@ OF_NUMPY = [
 ]  # fmt: skip
 OF_TORCH = [
     Case("average and op", lambda o, a, r, n: o.allreduce(a(2), average=True, op=fl.Sum), "supersedes"),
-    Case("a name in the place of average", lambda o, a, r, n: o.allreduce(a(2), "loss"), "average.*'loss'.*name=",
-         TypeError),
+    *[Case(f"a name in the place of average of {kind}",
+           lambda o, a, r, n, kind=kind: getattr(o, kind)([a(2)] if "grouped" in kind else a(2), "loss"),
+           "average must be True, False or None, got 'loss'; pass a name as name=", TypeError)
+      for kind in ("allreduce", "allreduce_", "allreduce_async", "grouped_allreduce")],
     Case("a name in the place of a factor", lambda o, a, r, n: o.reducescatter(a(n), op=fl.Sum, postscale_factor="7"),
          "factor.*'7'", TypeError),
     *[Case(f"a compression of {kind} that is none", lambda o, a, r, n, kind=kind: getattr(o, kind)(a(2),

@@ -356,7 +356,7 @@ def test_broadcast_parameters_takes_state_dicts_pairs_and_lists():
         assert {float(v) for t in model.state_dict().values() for v in t.flatten()} == {2.0}
         with torch.no_grad():
             model[0].weight.fill_(rank)
-        flt.broadcast_parameters(model.named_parameters(), 0)
+        flt.broadcast_parameters(model.named_parameters())
         assert model[0].weight.unique().tolist() == [0.0]
         tensors = [torch.full((2,), rank), torch.tensor(rank), torch.empty(0)]
         flt.broadcast_parameters(tensors, 1)

@@ -107,20 +107,6 @@ def test_a_set_that_is_not_registered_is_refused():
     assert run_threads(2, body) == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [([0, 1], "all ranks are in the global"), ([], "at least 1"), ([0, 7], "7"), ([0, 0], "0")],
-    ids=str,
-)
-def test_sets_that_cannot_be_are_refused_on_all_ranks(ranks, text):
-    def body(_rank):
-        with pytest.raises(ValueError, match=text):
-            fl.add_process_set(ranks)
-        return fl.add_process_set([1]).process_set_id
-
-    assert run_threads(2, body) == [1, 1]
-
-
 def test_the_same_ranks_twice_are_refused_on_all_ranks():
     def body(_rank):
         first = fl.add_process_set([1, 0, 2])
