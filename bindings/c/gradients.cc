@@ -17,7 +17,7 @@ namespace {
 template <class Call>
 int Run(farandole_gradients* gradients, Call call) try {
   if (gradients == nullptr) return ReportNull("gradients");
-  return Report(call(gradients->round));
+  return Report(*gradients->engine, call(gradients->round));
 } catch (...) {
   return ReportException();
 }
@@ -28,7 +28,7 @@ int RunWaiting(farandole_gradients* gradients, double timeout_s, Call call) try 
   if (gradients == nullptr) return ReportNull("gradients");
   Status outcome;
   if (!call(gradients->round, farandole::TimeoutNs(timeout_s), &outcome)) return FARANDOLE_PENDING;
-  return Report(outcome);
+  return Report(*gradients->engine, outcome);
 } catch (...) {
   return ReportException();
 }
@@ -49,7 +49,6 @@ Result<GradientRound::Options> ToOptions(const farandole_params& params,
   Result<farandole::Signature> common = farandole::ToSignature(params);
   if (!common.ok()) return common.status();
   GradientRound::Options round;
-  round.set = params.set;
   round.common = std::move(common).value();
   if (options.prefix != nullptr) round.prefix = options.prefix;
   round.group_bytes = options.group_bytes > 0 ? options.group_bytes : group_bytes;
@@ -70,9 +69,13 @@ int farandole_gradients_create(farandole_context* context, const farandole_param
   const farandole_gradient_options defaults{sizeof defaults, nullptr, nullptr, 0, 0, 0, 0, nullptr};
   if (options == nullptr) options = &defaults;
   if (const Status checked = CheckOptions(*options); !checked.ok()) return Report(checked);
+  uint32_t uid = 0;
+  if (const int code = farandole::FromSetHandle(*context->generation, params->set, &uid))
+    return code;
   Result<GradientRound::Options> round =
-      ToOptions(*params, *options, context->context->config().group_bytes);
+      ToOptions(*params, *options, context->generation->config().group_bytes);
   if (!round.ok()) return Report(round.status());
+  round.value().set = uid;
   Result<std::vector<farandole::TensorSignature>> signatures =
       farandole::ToTensorSignatures(tensors, count);
   if (!signatures.ok()) return Report(signatures.status());
@@ -84,9 +87,10 @@ int farandole_gradients_create(farandole_context* context, const farandole_param
   if (options->allocator != nullptr)
     results = std::make_shared<farandole::CallbackResults>(*options->allocator);
   *out = new farandole_gradients{
-      GradientRound(context->context->engine(), std::move(round).value(),
-                    std::move(signatures).value(), labels, &context->context->wraps(), results),
-      &context->context->engine(), std::move(library)};
+      &context->generation->engine(),
+      GradientRound(context->generation->engine(), std::move(round).value(),
+                    std::move(signatures).value(), labels, &context->generation->wraps(), results),
+      std::move(library)};
   return FARANDOLE_OK;
 } catch (...) {
   return ReportException();

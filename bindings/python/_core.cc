@@ -499,7 +499,11 @@ void BindGradients(py::module_& m) {
 PYBIND11_MODULE(_core, m) {
   m.doc() = "The C ABI of Farandole; use the package farandole instead.";
   m.attr("version") = farandole_version();
-  m.attr("dtypes") = farandole::python::DTypeNames();
+  const py::tuple dtypes = farandole::python::DTypeNames();
+  const py::tuple reducible = dtypes[py::slice(0, FARANDOLE_FLOAT64 + 1, 1)];
+  m.attr("dtypes") = dtypes;
+  m.attr("reducible_dtypes") = reducible;
+  m.attr("reduced_dtypes") = reducible + py::make_tuple("complex64", "complex128");
   farandole::python::DescribeThreads();
   py::module_::import("atexit").attr("register")(
       py::cpp_function(&farandole::python::StopDescribingThreads));

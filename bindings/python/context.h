@@ -97,6 +97,8 @@ class Context : public std::enable_shared_from_this<Context> {
   bool is_closed() const;
   /// Made before a fork of which this process is the child.
   bool is_forgotten() const;
+  /// Throws what is said of a handle whose context is closed.
+  [[noreturn]] void ThrowClosed() const;
   /// @throw HorovodInternalError when closed.
   farandole_context* get() const;
   /// Leaves the job, releases all handles made from this context, then the context. Idempotent.
@@ -190,6 +192,7 @@ class Context : public std::enable_shared_from_this<Context> {
 
   farandole_context* handle_;
   bool closing_ = false;
+  int made_at_end_ = 0;  // how many contexts had been made when this one was closed
   int generation_;
   int calls_ = 0;  // C calls in flight without the GIL that name the handle
   farandole_topology topology_{};

@@ -374,7 +374,7 @@ bool Gradients::Release() {
 }
 
 farandole_gradients* Gradients::get() const {
-  if (is_gone()) ThrowInternal(kClosed);
+  if (is_gone()) context_->ThrowClosed();
   return handle_;
 }
 

@@ -159,8 +159,11 @@ class Registry {
     std::vector<ProcessName> processes;
     for (const auto& [rank, known] : ranks_) processes.push_back(known.process);
     return [processes](int rank) {
-      return "rank 0, " + processes[0].ToString() + ", has started its job with " +
-             processes[static_cast<size_t>(rank)].ToString() + " as " + RankName(rank);
+      const std::string first = "rank 0, " + processes[0].ToString() + ", has started its job ";
+      const auto at = static_cast<size_t>(rank);
+      if (at >= processes.size())
+        return first + "of " + std::to_string(processes.size()) + " ranks";
+      return first + "with " + processes[at].ToString() + " as " + RankName(rank);
     };
   }
 
@@ -180,6 +183,12 @@ class Registry {
     const ProcessName& process = came.value().process;
     const std::string name = RankName(event.from);
     const std::string who = event.address.ToString() + ", " + process.ToString() + ",";
+    if (came.value().size != hub_.size() || event.from >= hub_.size()) {
+      return Reject(event,
+                    who + " says it is " + name + " of " + std::to_string(came.value().size) +
+                        ", but rank 0's job has " + std::to_string(hub_.size()) + " ranks",
+                    FrameType::kOtherSize);
+    }
     if (is_public_ && AreOfOtherJobs(process, ranks_.at(0).process)) {
       return Reject(event, who + " says it is " + name + ", but rank 0 is " +
                                ranks_.at(0).process.ToString());
@@ -202,9 +211,10 @@ class Registry {
     hub_.SendOnJoin(event.connection, FrameType::kAccepted, {&keeps, 1}, !is_kept);
   }
 
-  void Reject(const HubEvent& event, const std::string& why) {
+  void Reject(const HubEvent& event, const std::string& why,
+              FrameType type = FrameType::kRejected) {
     conflict_ = why + (is_public_ ? kTwoJobs : "");
-    hub_.SendOnJoin(event.connection, FrameType::kRejected, TextBytes(conflict_), true);
+    hub_.SendOnJoin(event.connection, type, TextBytes(conflict_), true);
   }
 
   StreamHub& hub_;
@@ -232,6 +242,7 @@ class Joiner {
         deadline_ns_(options.clock->NowNs() + options.timeout_ns) {
     FillRandom(std::as_writable_bytes(std::span(&registration_.instance, 1)));
     registration_.process = ThisProcess();
+    registration_.size = hub.size();
   }
 
   Status Run() {
@@ -269,6 +280,11 @@ class Joiner {
     if (!answer) return false;
     if (answer->kind != HubEvent::Kind::kFrame) return reason_ = answer->status.message(), false;
     if (answer->type == FrameType::kRejected) return InvalidArgument(TextOf(answer->data));
+    if (answer->type == FrameType::kOtherSize) {
+      reason_ = TextOf(answer->data);
+      if (keeps_trying_) return false;
+      return Mismatch(reason_);
+    }
     if (answer->type == FrameType::kStarted) {
       started_ = WhyStarted(*answer);
       return reason_.clear(), false;
@@ -396,6 +412,7 @@ std::string EncodeRegistration(const Registration& registration) {
   PutText(registration.process.host, out);
   PutText(registration.process.program, out);
   PutAddresses(registration.addresses, out);
+  Put(registration.size, out);
   return TextOf(out);
 }
 
@@ -409,6 +426,7 @@ Result<Registration> DecodeRegistration(ByteSpan bytes) {
   registration.process.program = GetText(reader, "program");
   Result<std::vector<SocketAddress>> addresses = GetAddresses(reader);
   if (!addresses.ok()) return addresses.status();
+  registration.size = reader.Get<int32_t>("number of ranks");
   FARANDOLE_RETURN_IF_ERROR(reader.Finish());
   registration.addresses = std::move(addresses.value());
   return registration;

@@ -72,10 +72,10 @@ class TcpNetwork final : public Network {
     return key;
   }
 
-  // Ranks of different jobs, or of other sizes, find out before they compare keys.
+  // Ranks of different jobs find out before they compare keys. How many ranks there are is said by
+  // who registers: it may change from one generation of a job to the next.
   uint32_t JobTag() const {
-    const Digest digest =
-        Sha256({TextBytes(options_.job), TextBytes("/"), TextBytes(std::to_string(options_.size))});
+    const Digest digest = Sha256({TextBytes(options_.job)});
     uint32_t tag = 0;
     std::memcpy(&tag, digest.data(), sizeof tag);
     return tag;

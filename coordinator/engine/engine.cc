@@ -120,16 +120,17 @@ Result<std::shared_ptr<Work>> Engine::Start(Operation& operation, std::span<cons
                                             uint32_t version) {
   callers_.Enter();
   FARANDOLE_RETURN_IF_ERROR(operations_.Claim(operation, version));
-  return StartClaimed(operation, in, out, vote, notify, producers);
+  ClaimedOperation claimed(operation);
+  return StartClaimed(claimed, in, out, vote, notify, producers);
 }
 
-Result<std::shared_ptr<Work>> Engine::StartClaimed(Operation& operation,
+Result<std::shared_ptr<Work>> Engine::StartClaimed(ClaimedOperation& claimed,
                                                    std::span<const void* const> in,
                                                    std::span<void* const> out, const Vote& vote,
                                                    bool notify,
                                                    std::span<const ProducerStream> producers,
                                                    std::shared_ptr<ResultAllocator> allocator) {
-  ClaimedOperation claimed(operation);
+  Operation& operation = *claimed;
   // What can refuse the request comes before Submit, which hands it to the engine. RecordProducers
   // is the last check, as it already puts events into the user's streams.
   operation.allocator = std::move(allocator);

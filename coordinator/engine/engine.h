@@ -63,11 +63,12 @@ class Engine {
                                       bool notify = true,
                                       std::span<const ProducerStream> producers = {},
                                       uint32_t version = 0);
-  /// Start after OperationRegistry::Claim. On failure the operation is free again.
+  /// Start after OperationRegistry::Claim. On success the claim is the engine's.
   /// @param allocator  Of an allgather or alltoall: gives the memory of its results when their
   /// sizes are known; `out` is then empty. Without it, `out` has room for as many rows from each
   /// rank as this one passes, and the Work fails with Mismatch, on this rank, if others came.
-  Result<std::shared_ptr<Work>> StartClaimed(Operation& operation, std::span<const void* const> in,
+  Result<std::shared_ptr<Work>> StartClaimed(ClaimedOperation& claimed,
+                                             std::span<const void* const> in,
                                              std::span<void* const> out, const Vote& vote,
                                              bool notify,
                                              std::span<const ProducerStream> producers = {},

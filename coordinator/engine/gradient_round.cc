@@ -418,9 +418,8 @@ Result<std::shared_ptr<Work>> GradientRound::Submit(Group& group, const Vote& vo
   const bool allocates = group.results != nullptr && LacksMemory(group);
   if (allocates && !group.producers.empty() && group.producers.back().stream != nullptr)
     group.producers.push_back({group.producers.back().device, nullptr});
-  claimed.HandOn();
-  return engine_.StartClaimed(*group.operation, group.in, group.out, vote, notifies,
-                              group.producers, allocates ? group.results : nullptr);
+  return engine_.StartClaimed(claimed, group.in, group.out, vote, notifies, group.producers,
+                              allocates ? group.results : nullptr);
 }
 
 bool GradientRound::Compare(int64_t timeout_ns, Status* outcome) {

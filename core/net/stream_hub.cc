@@ -481,10 +481,12 @@ void StreamHub::ReadHandshake(Connection& connection) {
 // Whether a connection, whose other end has proven the key, is one that this rank can expect.
 bool StreamHub::IsWanted(const Connection& connection) {
   const StreamHello& hello = connection.hello();
-  if (hello.from >= options_.size || hello.from == rank()) return false;
+  if (hello.from == rank()) return false;
+  if (hello.role == StreamRole::kJoin) return true;  // also of a job of another size: it is told so
+  if (hello.from >= options_.size) return false;
   switch (hello.role) {
     case StreamRole::kJoin:
-      return true;
+      break;
     case StreamRole::kControl: {
       const PeerState& peer = peers_[static_cast<size_t>(hello.from)];
       return peer.in == 0 && peer.lost.ok() && !peer.left;
@@ -587,7 +589,9 @@ void StreamHub::ReadFrames(Connection& connection) {
       return Break(id, ErrorText(error), true);
     }
     connection.reader->Take(ByteSpan(received_).first(static_cast<size_t>(count)));
-    peers_[static_cast<size_t>(connection.peer)].silent_ns = -period_ns();  // not this period
+    if (connection.hello().role != StreamRole::kJoin) {
+      peers_[static_cast<size_t>(connection.peer)].silent_ns = -period_ns();  // not this period
+    }
     if (!TakeFrames(connection)) return;
   }
 }
@@ -617,7 +621,7 @@ bool StreamHub::TakeFrame(Connection& connection, const StreamReader::Frame& fra
   const bool is_join = connection.hello().role == StreamRole::kJoin;
   const bool is_of_join =
       (frame.type >= FrameType::kRegister && frame.type <= FrameType::kRejected) ||
-      (frame.type >= FrameType::kTimeUp && frame.type <= FrameType::kStarted);
+      (frame.type >= FrameType::kTimeUp && frame.type <= FrameType::kOtherSize);
   if (is_join != is_of_join) return false;
   if (!is_join && frame.type == FrameType::kGoodbye) {
     peers_[static_cast<size_t>(connection.peer)].left = true;

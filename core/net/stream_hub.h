@@ -92,7 +92,7 @@ class StreamHub final : public DataStreams {
 
   /// Accepts on a socket that listens, which is taken over.
   Status Listen(int socket);
-  /// Rank 0: whether ranks may join, and the number of this start of the job.
+  /// Rank 0: whether ranks may join, and the tag of this generation of the job.
   void OpenToJoins(bool open, uint32_t epoch);
   /// What a rank is told that registers, within 2 s, when they may not any more.
   void AnswerLate(std::function<std::string(int rank)> answer);

@@ -118,7 +118,6 @@ TEST_F(CAbi, RefusesNullByTheNameOfThePointer) {
   farandole_round_status status{};
   status.struct_size = sizeof status;
   float results[4] = {};
-  const farandole_output place = {results, sizeof results, nullptr};
   const farandole_output no_place = {nullptr, sizeof results, nullptr};
   farandole_context* const no_context = nullptr;
   farandole_context** const no_contexts = nullptr;
@@ -136,6 +135,17 @@ TEST_F(CAbi, RefusesNullByTheNameOfThePointer) {
   allocator.struct_size = sizeof allocator;
   farandole_tensor no_shape = tensor;
   no_shape.shape = nullptr;
+  using R = farandole_request;
+  const R request = {sizeof(R), 0,       0,       &in,     &out,   nullptr,
+                     nullptr,   nullptr, nullptr, nullptr, nullptr};
+  const auto With = [&](auto R::*field, auto value) {
+    R changed = request;
+    changed.*field = value;
+    return changed;
+  };
+  const auto start = [&](farandole_operation* started, const R& given) {
+    return farandole_start_request(started, &given, &a_work);
+  };
   const std::vector<Null> rows = {
       {"last_failure", "out", [&] { return farandole_last_failure(nullptr); }},
       {"init", "out", [&] { return farandole_init(nullptr, no_contexts); }},
@@ -163,67 +173,44 @@ TEST_F(CAbi, RefusesNullByTheNameOfThePointer) {
       {"prepare", "tensors", [&] { return prepare(context, &params, no_tensor, &an_operation); }},
       {"prepare", "shape", [&] { return prepare(context, &params, &no_shape, &an_operation); }},
       {"prepare", "out", [&] { return prepare(context, &params, &tensor, no_operations); }},
-      {"start", "operation",
-       [&] { return farandole_start(no_operation, 0, &in, &out, nullptr, nullptr, &a_work); }},
-      {"start", "in",
-       [&] { return farandole_start(operation, 0, nullptr, &out, nullptr, nullptr, &a_work); }},
-      {"start", "out",
-       [&] { return farandole_start(operation, 0, &in, nullptr, nullptr, nullptr, &a_work); }},
-      {"start", "no input",
-       [&] { return farandole_start(operation, 0, &no_in, &out, nullptr, nullptr, &a_work); }},
-      {"start", "no output",
-       [&] { return farandole_start(operation, 0, &in, &no_out, nullptr, nullptr, &a_work); }},
-      {"start", "work",
-       [&] { return farandole_start(operation, 0, &in, &out, nullptr, nullptr, no_works); }},
-      {"start_on", "operation",
-       [&] {
-         return farandole_start_on(no_operation, 0, &in, &out, nullptr, nullptr, &stream, &a_work);
-       }},
-      {"start_on", "stream",
-       [&] {
-         return farandole_start_on(operation, 0, &in, &out, nullptr, nullptr, nullptr, &a_work);
-       }},
-      {"start_on", "work",
-       [&] {
-         return farandole_start_on(operation, 0, &in, &out, nullptr, nullptr, &stream, no_works);
-       }},
-      {"start_allocating", "operation",
-       [&] { return farandole_start_allocating(no_operation, 0, &in, nullptr, nullptr, &a_work); }},
-      {"start_allocating", "in",
+      {"start_request", "operation", [&] { return start(no_operation, request); }},
+      {"start_request", "request",
+       [&] { return farandole_start_request(operation, nullptr, &a_work); }},
+      {"start_request", "in", [&] { return start(operation, With(&R::in, nullptr)); }},
+      {"start_request", "out", [&] { return start(operation, With(&R::out, nullptr)); }},
+      {"start_request", "no input", [&] { return start(operation, With(&R::in, &no_in)); }},
+      {"start_request", "no output", [&] { return start(operation, With(&R::out, &no_out)); }},
+      {"start_request", "work",
+       [&] { return farandole_start_request(operation, &request, no_works); }},
+      {"start_request", "in",
        [&] {
          return farandole_start_allocating(gathering, 0, nullptr, nullptr, nullptr, &a_work);
        }},
-      {"start_allocating", "no input",
+      {"start_request", "no input",
        [&] { return farandole_start_allocating(gathering, 0, &no_in, nullptr, nullptr, &a_work); }},
-      {"start_allocating", "allocate",
+      {"start_request", "allocate",
        [&] { return farandole_start_allocating(gathering, 0, &in, &allocator, nullptr, &a_work); }},
-      {"start_allocating", "work",
-       [&] { return farandole_start_allocating(gathering, 0, &in, nullptr, nullptr, no_works); }},
-      {"start_allocating_on", "in",
-       [&] {
-         return farandole_start_allocating_on(gathering, 0, nullptr, nullptr, nullptr, nullptr,
-                                              &a_work);
-       }},
-      {"start_into", "operation",
-       [&] { return farandole_start_into(no_operation, 0, &in, &place, nullptr, &a_work); }},
-      {"start_into", "in",
-       [&] { return farandole_start_into(gathering, 0, nullptr, &place, nullptr, &a_work); }},
-      {"start_into", "out",
+      {"start_request", "out",
        [&] { return farandole_start_into(gathering, 0, &in, nullptr, nullptr, &a_work); }},
-      {"start_into", "no address",
+      {"start_request", "no address",
        [&] { return farandole_start_into(gathering, 0, &in, &no_place, nullptr, &a_work); }},
-      {"start_into", "work",
-       [&] { return farandole_start_into(gathering, 0, &in, &place, nullptr, no_works); }},
-      {"run_into", "operation",
-       [&] { return farandole_run_into(no_operation, 0, &in, &place, -1, &a_work); }},
-      {"run_into", "in",
-       [&] { return farandole_run_into(operation, 0, nullptr, &place, -1, &a_work); }},
-      {"run_into", "out",
-       [&] { return farandole_run_into(operation, 0, &in, nullptr, -1, &a_work); }},
-      {"run_into", "no address",
+      {"run_request", "operation",
+       [&] { return farandole_run(no_operation, 0, &in, &out, -1, &a_work); }},
+      {"run_request", "request",
+       [&] { return farandole_run_request(operation, nullptr, -1, &a_work); }},
+      {"run_request", "in",
+       [&] { return farandole_run(operation, 0, nullptr, &out, -1, &a_work); }},
+      {"run_request", "out",
+       [&] { return farandole_run(operation, 0, &in, nullptr, -1, &a_work); }},
+      {"run_request", "no output",
+       [&] { return farandole_run(operation, 0, &in, &no_out, -1, &a_work); }},
+      {"run_request", "no address",
        [&] { return farandole_run_into(operation, 0, &in, &no_place, -1, &a_work); }},
-      {"run_into", "work",
-       [&] { return farandole_run_into(operation, 0, &in, &place, -1, no_works); }},
+      {"run_request", "work", [&] { return farandole_run(operation, 0, &in, &out, -1, no_works); }},
+      {"output_rows", "context",
+       [&] { return farandole_output_rows(nullptr, FARANDOLE_ALLGATHER, 0, 1, &number); }},
+      {"output_rows", "out",
+       [&] { return farandole_output_rows(context, FARANDOLE_ALLGATHER, 0, 1, nullptr); }},
       {"received_rows", "work", [&] { return farandole_received_rows(no_work, 0, &number, 1); }},
       {"received_rows", "rows", [&] { return farandole_received_rows(work, 0, nullptr, 1); }},
       {"take_result", "work", [&] { return farandole_take_result(no_work, 0, &a_buffer); }},
@@ -234,12 +221,6 @@ TEST_F(CAbi, RefusesNullByTheNameOfThePointer) {
       {"wait_on", "work", [&] { return farandole_wait_on(no_work, &stream, 0); }},
       {"wait_on", "stream", [&] { return farandole_wait_on(work, nullptr, 0); }},
       {"is_complete", "work", [&] { return farandole_is_complete(no_work); }},
-      {"run", "operation", [&] { return farandole_run(no_operation, 0, &in, &out, -1, &a_work); }},
-      {"run", "in", [&] { return farandole_run(operation, 0, nullptr, &out, -1, &a_work); }},
-      {"run", "out", [&] { return farandole_run(operation, 0, &in, nullptr, -1, &a_work); }},
-      {"run", "no input", [&] { return farandole_run(operation, 0, &no_in, &out, -1, &a_work); }},
-      {"run", "no output", [&] { return farandole_run(operation, 0, &in, &no_out, -1, &a_work); }},
-      {"run", "work", [&] { return farandole_run(operation, 0, &in, &out, -1, no_works); }},
       {"wait", "work", [&] { return farandole_wait(no_work, 0); }},
       {"join", "context", [&] { return farandole_join(no_context, 0, &rank); }},
       {"join", "last_rank", [&] { return farandole_join(context, 0, nullptr); }},
@@ -409,6 +390,20 @@ TEST_F(CAbi, RefusesOutputsThatCannotHoldTheResult) {
   }
   const farandole_output in_place = {data, sizeof data, nullptr};
   EXPECT_EQ(farandole_run_into(operation, 0, &in, &in_place, -1, &a_work), FARANDOLE_OK);
+}
+
+TEST_F(CAbi, RefusesRequestsWhoseResultsGoToSeveralPlacesOrWouldBeLost) {
+  farandole_request twice{}, kept{};
+  twice.struct_size = kept.struct_size = sizeof kept;
+  twice.in_library = kept.in_library = 1;
+  twice.in = kept.in = &in;
+  twice.out = &out;
+  EXPECT_EQ(farandole_start_request(gathering, &twice, &a_work), FARANDOLE_INVALID_ARGUMENT);
+  EXPECT_THAT(farandole_last_error(), HasSubstr("its results go to 2 places"));
+  EXPECT_EQ(farandole_run_request(gathering, &kept, -1, &a_work), FARANDOLE_INVALID_ARGUMENT);
+  EXPECT_THAT(farandole_last_error(), HasSubstr("expected farandole_start_request"));
+  EXPECT_EQ(farandole_start_request(operation, &kept, &a_work), FARANDOLE_INVALID_ARGUMENT);
+  EXPECT_THAT(farandole_last_error(), HasSubstr("its results have a size that is known"));
 }
 
 TEST_F(CAbi, TheRootOfABroadcastNeedsNoOutput) {

@@ -11,6 +11,8 @@ from farandole._store import StoreCalls
 
 version: str
 dtypes: tuple[str, ...]  # NumPy's names of farandole_dtype
+reducible_dtypes: tuple[str, ...]  # of these, what every reduction takes
+reduced_dtypes: tuple[str, ...]  # and what Sum and Average take besides: complex numbers, as pairs
 
 _Tensors = Sequence[tuple[str | None, int, tuple[int, ...]]]
 _Stream = tuple[int, int]  # CUDA device number, cudaStream_t

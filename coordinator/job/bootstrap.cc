@@ -1,4 +1,4 @@
-#include "bindings/c/bootstrap.h"
+#include "coordinator/job/bootstrap.h"
 
 #include <unistd.h>
 
@@ -7,18 +7,17 @@
 #include <climits>
 #include <condition_variable>
 #include <cstdio>
-#include <deque>
 #include <functional>
 #include <mutex>
 #include <optional>
 #include <utility>
 
-#include "bindings/c/process.h"
 #include "coordinator/control/graces.h"
 #include "coordinator/control/host_transport.h"
 #include "coordinator/control/in_process.h"
 #include "coordinator/control/tcp_network.h"
 #include "coordinator/control/watched_transport.h"
+#include "coordinator/job/world.h"
 #include "core/futex.h"
 #include "ops/cpu/kernels.h"
 #include "ops/p2p/plane.h"
@@ -52,22 +51,6 @@ namespace {
 constexpr int64_t kCancelNs = kNsPerSecond;
 // How long one call of a user's store waits for a key: in between, Joined looks at the time.
 constexpr int64_t kStoreSliceNs = 20 * kNsPerMs;
-
-// MPI was started once and not all ranks came: other ranks count on calls that this process began.
-std::atomic<bool> mpi_timed_out{false};
-
-/// A join over MPI that its caller has abandoned.
-struct AbandonedJoin {
-  std::mutex mutex;
-  std::shared_ptr<Bootstrap> join;
-  pid_t process = 0;  // a forked child has no thread that joins
-};
-
-// Never destroyed: the thread may still join at exit.
-AbandonedJoin& Abandoned() {
-  static auto* const abandoned = new AbandonedJoin();
-  return *abandoned;
-}
 
 std::string PlaceOf(const Launcher& launcher) {
   return "rank " + std::to_string(launcher.rank) + " of " + std::to_string(launcher.size);
@@ -113,32 +96,14 @@ class Bootstrap::RenewedStore final : public Store {
     Result<std::string> value = store_->Get(key, timeout_ns);
     if (!value.ok()) return value;
     last_ = value.value();
-    if (!IsUsed(last_)) return value;
+    if (!World::Get().HasUsed(last_)) return value;
     std::this_thread::sleep_for(std::chrono::nanoseconds(std::min(timeout_ns, kStoreSliceNs)));
     return Timeout("rank 0 has not renewed \"" + key + "\" in the store since the job before");
   }
   // The job of the last value has been joined.
-  void NoteUsed() const {
-    const std::lock_guard lock(Used().mutex);
-    Used().values.push_back(last_);
-    if (Used().values.size() > kMostUsed) Used().values.pop_front();
-  }
+  void NoteUsed() const { World::Get().NoteUsed(last_); }
 
  private:
-  static constexpr size_t kMostUsed = 64;
-  struct OfProcess {
-    std::mutex mutex;
-    std::deque<std::string> values;
-  };
-  static OfProcess& Used() {
-    static auto* const used = new OfProcess();  // a thread that is left behind may look at exit
-    return *used;
-  }
-  static bool IsUsed(const std::string& value) {
-    const std::lock_guard lock(Used().mutex);
-    return std::ranges::find(Used().values, value) != Used().values.end();
-  }
-
   const std::shared_ptr<Store> store_;
   std::string last_;
 };
@@ -245,9 +210,9 @@ void Connections::Close(bool clean) {
   between_hosts.reset();
   if (hub != nullptr) hub->Shutdown();  // what is leaked must not ring the doorbell
   network.reset();
-  // Only now: another thread may call exit at any time, and FinaliseAtExit must not finalise MPI
+  // Only now: another thread may call exit at any time, and World must not finalise MPI
   // while objects of ours still use it.
-  if (uses_mpi && clean) MpiContextEnded();
+  if (uses_mpi && clean) World::Get().MpiGenerationEnded();
 }
 
 std::shared_ptr<InProcessJob> JobInProcess(int size) {
@@ -293,15 +258,17 @@ Result<std::shared_ptr<Bootstrap>> Bootstrap::Begin(const Environment& environme
                                                     const Launcher& launcher) {
   Result<std::string> network = ChooseNetwork(launcher, config.network);
   if (!network.ok()) return network.status();
+  World& world = World::Get();
   if (network.value() == "mpi") {
-    if (mpi_timed_out.load()) {
+    if (world.has_mpi_timed_out()) {
       return Unavailable(
           "an earlier init() of this process over MPI timed out, and it cannot join the job any "
           "more; end it and start the job again");
     }
-    const std::lock_guard lock(Abandoned().mutex);
-    if (Abandoned().join != nullptr && Abandoned().process == getpid()) {
-      Bootstrap& join = *Abandoned().join;
+    World::AbandonedJoin& abandoned = world.abandoned();
+    const std::lock_guard lock(abandoned.mutex);
+    if (abandoned.join != nullptr && abandoned.process == getpid()) {
+      Bootstrap& join = *abandoned.join;
       if (join.launcher_.identity != launcher.identity) {
         return Unavailable("an init() of this process over MPI was interrupted, as " +
                            PlaceOf(join.launcher_) +
@@ -309,11 +276,11 @@ Result<std::shared_ptr<Bootstrap>> Bootstrap::Begin(const Environment& environme
                            "so it cannot join as " + PlaceOf(launcher));
       }
       join.deadline_ns_.store(DeadlineNs(config));
-      return std::exchange(Abandoned().join, nullptr);
+      return std::exchange(abandoned.join, nullptr);
     }
   }
   // A process that joined before has set kRankProcess itself and may join again.
-  if (!IsRankProcess()) FARANDOLE_RETURN_IF_ERROR(RefuseDescendant(environment, launcher));
+  if (!world.is_rank()) FARANDOLE_RETURN_IF_ERROR(RefuseDescendant(environment, launcher));
   std::shared_ptr<Bootstrap> made(new Bootstrap(config, launcher, std::move(network).value()));
   made->BeginJoining();
   return made;
@@ -331,26 +298,26 @@ void Bootstrap::BeginJoining() {
     store_ = std::make_shared<RelayedStore>(launcher_.store, deadline_ns_, ring);
   }
   // Before the thread exists, since the process may end while it starts.
-  UnwaitedThreadBegins();
+  World::Get().UnwaitedThreadBegins();
   const auto join = [this, ring, self = shared_from_this()] {
     const bool is_mpi = network_ == "mpi";
-    if (is_mpi) MpiContextStarted();
+    if (is_mpi) World::Get().MpiGenerationStarted();
     try {
       status_ = Join();
     } catch (...) {
       status_ = FromException();
     }
     // Nothing collective was begun that other ranks could wait in: MPI may be finalised at exit.
-    if (is_mpi && !connections_->uses_mpi) MpiContextEnded();
+    if (is_mpi && !connections_->uses_mpi) World::Get().MpiGenerationEnded();
     if (stop_.stop_requested()) connections_.reset();
-    UnwaitedThreadEnds();
+    World::Get().UnwaitedThreadEnds();
     is_done_.store(true);
     ring();
   };
   try {
     joiner_ = std::thread(join);
   } catch (...) {
-    UnwaitedThreadEnds();
+    World::Get().UnwaitedThreadEnds();
     throw;
   }
 }
@@ -377,7 +344,7 @@ Result<std::unique_ptr<Connections>> Bootstrap::Joined(int64_t timeout_ns) {
     FutexWait(news_, seen, std::min(until_ns - now_ns, nap_ns));
   }
   joiner_.join();
-  if (connections_->uses_mpi && status_.code() == Code::kTimeout) mpi_timed_out.store(true);
+  if (connections_->uses_mpi && status_.code() == Code::kTimeout) World::Get().MpiTimedOut();
   FARANDOLE_RETURN_IF_ERROR(status_);
   return std::move(connections_);
 }
@@ -391,8 +358,8 @@ Status Bootstrap::GiveUp() {
     Cancel();
     return Timeout("init: a call of the system, for rank 0's address or the job's key," + late);
   }
-  mpi_timed_out.store(true);
-  MpiContextFailed();
+  World::Get().MpiTimedOut();
+  World::Get().MpiGenerationFailed();
   joiner_.detach();
   (void)new std::shared_ptr<Bootstrap>(shared_from_this());
   if (!in_mpi_init_.load()) return Timeout("init: a call of MPI" + late + way_out);
@@ -418,9 +385,10 @@ void Bootstrap::Cancel() {
 void Bootstrap::Abandon() {
   if (!joiner_.joinable()) return;
   if (network_ == "tcp") return Cancel();
-  const std::lock_guard lock(Abandoned().mutex);
-  Abandoned().join = shared_from_this();
-  Abandoned().process = getpid();
+  World::AbandonedJoin& abandoned = World::Get().abandoned();
+  const std::lock_guard lock(abandoned.mutex);
+  abandoned.join = shared_from_this();
+  abandoned.process = getpid();
 }
 
 Status Bootstrap::Join() {
@@ -431,7 +399,7 @@ Status Bootstrap::Join() {
 
 Result<Network*> Bootstrap::StartMpi() {
   in_mpi_init_.store(true);
-  Result<MpiRuntime*> mpi = MpiOfProcess(config_, launcher_, *connections_->log);
+  Result<MpiRuntime*> mpi = World::Get().Mpi(config_, launcher_, *connections_->log);
   in_mpi_init_.store(false);
   const std::string announced =
       launcher_.source + " announced " + std::to_string(launcher_.size) + " ranks, but ";
@@ -455,9 +423,9 @@ Result<Network*> Bootstrap::StartMpi() {
 }
 
 Result<Network*> Bootstrap::StartTcp() {
-  Result<std::string> key = KeyOfProcess(launcher_, deadline_ns_, stop_.get_token());
+  Result<std::string> key = World::Get().Key(launcher_, deadline_ns_, stop_.get_token());
   if (!key.ok()) return key.status();
-  Result<int> socket = ListenerOfProcess(launcher_);
+  Result<int> socket = World::Get().Listener(launcher_);
   if (!socket.ok()) return socket.status();
   std::shared_ptr<Store> store = store_;
   if (!launcher_.folder.empty()) {
@@ -495,7 +463,7 @@ Status Bootstrap::Connect(Network& network) {
   made.transport = std::move(transport).value();
   made.hub = network.hub();
   if (renewed_ != nullptr) renewed_->NoteUsed();
-  NoteRankProcess(launcher_);
+  World::Get().NoteRank(launcher_);
   for (std::unique_ptr<DataPlane>* plane : {&made.flat, &made.host_plane}) {
     FARANDOLE_RETURN_IF_ERROR(CreatePlane(network, *plane));
   }

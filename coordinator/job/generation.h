@@ -1,14 +1,16 @@
-// The composition root: builds one rank's engine over what joining the job gave it, and takes it
-// down again.
+// The composition root: one rank in one start of a job, from the join to the leave. It builds the
+// engine over what joining gave it, and takes it down again.
 #pragma once
 
+#include <atomic>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <vector>
 
-#include "bindings/c/bootstrap.h"
 #include "coordinator/engine/engine.h"
 #include "coordinator/engine/gradient_round.h"
+#include "coordinator/job/bootstrap.h"
 #include "core/config.h"
 #include "core/launcher.h"
 #include "core/timeline.h"
@@ -17,33 +19,32 @@
 
 namespace farandole {
 
-/// One rank: everything the C ABI's farandole_context stands for.
+/// One rank in one start of a job, of a fixed list of ranks: what a farandole_context stands for.
 ///
 /// Thread safety: once Joined, any thread. Lifetime: parts are destroyed in reverse order of their
 /// use; if given_up(), never.
-class Context {
+class Generation {
  public:
-  ~Context();
+  ~Generation();
 
   /// The rank that the launcher and `init` say; see farandole_init. Only Joined and Shutdown may be
   /// called before Joined said true.
-  static Result<std::unique_ptr<Context>> Begin(const InitOptions& init);
+  static Result<std::unique_ptr<Generation>> Begin(const InitOptions& init);
   /// Waits up to `timeout_ns` (< 0: no limit) until all ranks have joined, then starts the engine.
   /// One thread at a time. @return false: not yet; Timeout once the init timeout has passed.
   Result<bool> Joined(int64_t timeout_ns);
   /// `size` ranks in this process.
-  static Result<std::vector<std::unique_ptr<Context>>> InProcess(int size);
+  static Result<std::vector<std::unique_ptr<Generation>>> InProcess(int size);
 
-  Engine& engine() { return *engine_; }
-  const Engine& engine() const { return *engine_; }
+  Engine& engine();
+  const Engine& engine() const;
   WrapComparison& wraps() { return *wraps_; }
   const Config& config() const { return config_; }
   const Rendezvous& rendezvous() const { return joined_->rendezvous; }
   Timeline& timeline() { return *timeline_; }
   /// Host memory of this rank, zero in all bytes, that the ranks it shares memory with reduce in
-  /// where it lies. Where there are none, or no such memory is left, it is ordinary memory.
-  /// @return ResourceExhausted.
-  Result<std::shared_ptr<std::byte>> AllocateBuffer(int64_t bytes);
+  /// where it lies. nullptr: there are none, or no such memory is left.
+  std::shared_ptr<std::byte> AllocateShared(int64_t bytes);
   /// Brings the wake-up counter up to date; the doorbell counts for itself.
   void CountWakeUps();
   /// Leaves and waits up to `timeout_ns` (< 0: as long as the other ranks live) until they have
@@ -59,22 +60,39 @@ class Context {
   /// code to the others and stops without waiting for them, and one that has not does nothing.
   void EndAtExit(int exit_code);
   Status shutdown_status();
+  /// What a call through a handle of this generation has failed with. Once this generation has
+  /// ended and init() has begun another one, it is Aborted, and says so.
+  struct Explained {
+    Status status;
+    bool is_of_the_past = false;
+  };
+  Explained Explain(const Status& failure);
+  /// Whether Explain was given the final error: the user knows it.
+  bool has_told() const { return has_told_.load(); }
+  /// The generation of an engine, which Generation made as every engine behind a handle.
+  static Generation& Of(const Engine& engine);
+  /// How many handles of works, gradients and operations name it: as long as there are any it stays
+  /// in memory, see World::Retire.
+  int64_t handles() const { return handles_.load(std::memory_order_acquire); }
+  void CountHandles(int64_t change) { handles_.fetch_add(change, std::memory_order_acq_rel); }
+  /// From 1; of all generations that this process has begun.
+  uint64_t number() const { return number_; }
   /// The calling thread is in a callback of a work, and returns into this.
-  bool IsInCallback() const { return engine_ != nullptr && engine_->IsInCallback(); }
+  bool IsInCallback() const;
   /// A thread that is stuck inside a library was left behind. It may return at any later time and
-  /// uses this context then: do not destroy it.
+  /// uses this object then: do not destroy it.
   bool given_up() const { return given_up_; }
 
  private:
-  Context() = default;
+  Generation() = default;
   bool LeaveAndStop(int64_t timeout_ns, Lifecycle::Parting parting);
   void LeaveAndStop();
-  Status JoinInProcess(std::shared_ptr<InProcessJob> job, int rank);
+  Status JoinInProcess(std::shared_ptr<InProcessJob> job, int rank, uint64_t number);
   void StopEngine();
   void AddRecorder();
   void AddGpuPlane();
   void AddMemoryPlanes(NegotiationOptions& options);
-  void StartEngine(std::unique_ptr<Connections> joined);
+  void StartEngine(std::unique_ptr<Connections> joined, uint64_t number);
 
   Config config_;
   int compute_threads_ = 1;               // of the program, as far as it is known
@@ -87,9 +105,14 @@ class Context {
   // Of the CPU, best first; then the CUDA plane; then the hierarchical plane, if there is one on
   // all ranks; then that of memory shared with other processes, if there is any.
   std::vector<std::unique_ptr<DataPlane>> planes_;
-  std::unique_ptr<Engine> engine_;
+  struct OwnedEngine;
+  std::unique_ptr<OwnedEngine> engine_;
   std::unique_ptr<WrapComparison> wraps_;
   bool given_up_ = false;
+  uint64_t number_ = 0;
+  std::atomic<uint64_t> ended_at_{0};  // World::generations then; 0: it has not
+  std::atomic<bool> has_told_{false};
+  std::atomic<int64_t> handles_{0};
 
   std::mutex shutdown_;
   std::shared_ptr<Work> leaving_;

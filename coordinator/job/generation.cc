@@ -1,4 +1,4 @@
-#include "bindings/c/context.h"
+#include "coordinator/job/generation.h"
 
 #include <algorithm>
 #include <charconv>
@@ -7,9 +7,8 @@
 #include <thread>
 #include <utility>
 
-#include "bindings/c/process.h"
-#include "bindings/c/result_memory.h"
 #include "coordinator/control/host_transport.h"
+#include "coordinator/job/world.h"
 #include "ops/cpu/kernels.h"
 #include "ops/gpu/nccl/backend.h"
 #include "ops/gpu/plane.h"
@@ -72,49 +71,10 @@ EngineOptions MakeOptions(const Config& config, const Rendezvous& rendezvous,
   return options;
 }
 
-/// Contexts with other processes whose engines run: their processes may end without a
-/// farandole_shutdown.
-struct OpenContexts {
-  std::mutex mutex;
-  std::vector<Context*> contexts;
-};
-
-// Never destroyed: LeaveAtExit looks at it.
-OpenContexts& Open() {
-  static auto* const open = new OpenContexts();
-  return *open;
-}
-
-// The list is not locked while a context ends, because the end of a context takes it from the list.
-// Registered after the handler that finalises MPI, so exit() runs it before that one.
-void LeaveAtExit(int exit_code, void*) {
-  if (!IsRankProcess()) return;  // a forked child has none of the engines
-  for (;;) {
-    std::unique_lock lock(Open().mutex);
-    if (Open().contexts.empty()) return;
-    Context* const context = Open().contexts.back();
-    Open().contexts.pop_back();
-    lock.unlock();
-    context->EndAtExit(exit_code);
-  }
-}
-
-void ListOpen(Context* context) {
-  static const int registered = on_exit(LeaveAtExit, nullptr);
-  (void)registered;  // fails without memory only: then the launcher ends the other ranks
-  std::lock_guard lock(Open().mutex);
-  Open().contexts.push_back(context);
-}
-
 Lifecycle::Parting OfThisProcess(Lifecycle::Parting parting) {
   parting.failure.host = HostName();
   parting.failure.pid = getpid();
   return parting;
-}
-
-void UnlistOpen(Context* context) {
-  std::lock_guard lock(Open().mutex);
-  std::erase(Open().contexts, context);
 }
 
 // For its exit code to reach the others.
@@ -124,23 +84,39 @@ constexpr int64_t kLastCallsNs = kNsPerSecond;
 
 }  // namespace
 
-Context::~Context() {
+// Engine knows nothing of generations; a handle of one of its operations finds its generation here.
+struct Generation::OwnedEngine final : Engine {
+  OwnedEngine(Generation& owner, EngineOptions options, EngineParts parts)
+      : Engine(std::move(options), std::move(parts)), generation(owner) {}
+  Generation& generation;
+};
+
+Generation& Generation::Of(const Engine& engine) {
+  return static_cast<const OwnedEngine&>(engine).generation;
+}
+
+Engine& Generation::engine() { return *engine_; }
+const Engine& Generation::engine() const { return *engine_; }
+
+bool Generation::IsInCallback() const { return engine_ != nullptr && engine_->IsInCallback(); }
+
+Generation::~Generation() {
   if (engine_ != nullptr) Close();
   if (bootstrap_ != nullptr) bootstrap_->Abandon();
 }
 
-Result<bool> Context::Joined(int64_t timeout_ns) {
+Result<bool> Generation::Joined(int64_t timeout_ns) {
   if (engine_ != nullptr) return true;
   Result<std::unique_ptr<Connections>> joined = bootstrap_->Joined(timeout_ns);
   if (!joined.ok()) return joined.status();
   if (joined.value() == nullptr) return false;
   bootstrap_.reset();
-  StartEngine(std::move(joined).value());
-  ListOpen(this);
+  StartEngine(std::move(joined).value(), World::Get().CountGeneration());
+  World::Get().List(this);
   return true;
 }
 
-void Context::AddRecorder() {
+void Generation::AddRecorder() {
   FlightRecorder::Options options;
   options.rank = joined_->transport->rank();
   options.size = joined_->transport->size();
@@ -163,8 +139,8 @@ void Context::AddRecorder() {
 }
 
 // Nothing of a GPU is touched by this: the plane begins with its first batch.
-void Context::AddGpuPlane() {
-  gpu_ = std::make_unique<RankDevice>([this] { return DevicesOfProcess(config_); },
+void Generation::AddGpuPlane() {
+  gpu_ = std::make_unique<RankDevice>([this] { return World::Get().Devices(config_); },
                                       joined_->rendezvous.local_rank);
   GpuPlaneOptions options;
   options.device = gpu_.get();
@@ -181,7 +157,7 @@ void Context::AddGpuPlane() {
 
 // The hierarchical plane has one number on all ranks, so it comes before the one that only those
 // have who share memory.
-void Context::AddMemoryPlanes(NegotiationOptions& options) {
+void Generation::AddMemoryPlanes(NegotiationOptions& options) {
   options.memory = joined_->shared.group;
   options.hosts_plane = options.planes[static_cast<size_t>(DeviceKind::kCpu)];
   std::unique_ptr<DataPlane> memory;
@@ -203,7 +179,8 @@ void Context::AddMemoryPlanes(NegotiationOptions& options) {
   if (memory != nullptr) planes_.push_back(std::move(memory));
 }
 
-void Context::StartEngine(std::unique_ptr<Connections> joined) {
+void Generation::StartEngine(std::unique_ptr<Connections> joined, uint64_t number) {
+  number_ = number;
   joined_ = std::move(joined);
   planes_.push_back(std::move(joined_->flat));
   const int rank = joined_->transport->rank();
@@ -233,55 +210,56 @@ void Context::StartEngine(std::unique_ptr<Connections> joined) {
   parts.timeline = timeline_.get();
   parts.recorder = recorder_.get();
   parts.memory = &joined_->memory;
-  engine_ = std::make_unique<Engine>(std::move(options), parts);
+  engine_ = std::make_unique<OwnedEngine>(*this, std::move(options), parts);
   wraps_ = std::make_unique<WrapComparison>(*engine_);
 }
 
-Result<std::shared_ptr<std::byte>> Context::AllocateBuffer(int64_t bytes) {
+std::shared_ptr<std::byte> Generation::AllocateShared(int64_t bytes) {
   const std::shared_ptr<SharedMemory>& memory = joined_->buffers;
-  if (memory == nullptr) return AllocateZeroes(bytes);
+  if (memory == nullptr) return nullptr;
   Result<std::shared_ptr<std::byte>> buffer = memory->Allocate(static_cast<size_t>(bytes));
-  if (buffer.ok()) return buffer;
+  if (buffer.ok()) return std::move(buffer).value();
   joined_->log->Write(LogLevel::kWarning,
                       "no shared memory for a buffer, whose tensors are copied to be "
                       "reduced: " +
                           buffer.status().message());
-  return AllocateZeroes(bytes);
+  return nullptr;
 }
 
-Status Context::JoinInProcess(std::shared_ptr<InProcessJob> job, int rank) {
+Status Generation::JoinInProcess(std::shared_ptr<InProcessJob> job, int rank, uint64_t number) {
   Result<std::unique_ptr<Connections>> joined = ConnectInProcess(std::move(job), rank, config_);
   if (!joined.ok()) return joined.status();
-  StartEngine(std::move(joined).value());
+  StartEngine(std::move(joined).value(), number);
   return {};
 }
 
 // A single rank never loads MPI, also if mpirun started it.
-Result<std::unique_ptr<Context>> Context::Begin(const InitOptions& init) {
+Result<std::unique_ptr<Generation>> Generation::Begin(const InitOptions& init) {
   const Environment environment = ReadEnvironment();
   Result<Config> config = ParseConfig(environment);
   if (!config.ok()) return config.status();
   Result<Launcher> launcher = DetectLauncher(environment, init);
   if (!launcher.ok()) return launcher.status();
-  std::unique_ptr<Context> context(new Context());
-  context->config_ = std::move(config).value();
+  std::unique_ptr<Generation> generation(new Generation());
+  generation->config_ = std::move(config).value();
   const bool is_set = environment.contains("FARANDOLE_STALL_SHUTDOWN_S") ||
                       environment.contains("FARANDOLE_STALL_SHUTDOWN_TIME_SECONDS");
-  if (!is_set) context->config_.stall_shutdown_s = init.timeout_s;
-  context->in_order_ = init.in_order;
-  context->compute_threads_ = ComputeThreads(environment);
+  if (!is_set) generation->config_.stall_shutdown_s = init.timeout_s;
+  generation->in_order_ = init.in_order;
+  generation->compute_threads_ = ComputeThreads(environment);
   if (launcher.value().size == 1) {
-    FARANDOLE_RETURN_IF_ERROR(context->JoinInProcess(JobInProcess(1), 0));
-    return context;
+    FARANDOLE_RETURN_IF_ERROR(
+        generation->JoinInProcess(JobInProcess(1), 0, World::Get().CountGeneration()));
+    return generation;
   }
   Result<std::shared_ptr<Bootstrap>> begun =
-      Bootstrap::Begin(environment, context->config_, launcher.value());
+      Bootstrap::Begin(environment, generation->config_, launcher.value());
   if (!begun.ok()) return begun.status();
-  context->bootstrap_ = std::move(begun).value();
-  return context;
+  generation->bootstrap_ = std::move(begun).value();
+  return generation;
 }
 
-Result<std::vector<std::unique_ptr<Context>>> Context::InProcess(int size) {
+Result<std::vector<std::unique_ptr<Generation>>> Generation::InProcess(int size) {
   if (size < 1 || size > 1024) {
     return InvalidArgument("size " + std::to_string(size) +
                            " of an in-process job; expected 1 to 1024");
@@ -289,18 +267,20 @@ Result<std::vector<std::unique_ptr<Context>>> Context::InProcess(int size) {
   Result<Config> config = ParseConfig(ReadEnvironment());
   if (!config.ok()) return config.status();
   const std::shared_ptr<InProcessJob> job = JobInProcess(size);
-  std::vector<std::unique_ptr<Context>> contexts;
+  const uint64_t number = World::Get().CountGeneration();  // of all of them
+  std::vector<std::unique_ptr<Generation>> generations;
   for (int rank = 0; rank < size; ++rank) {
-    contexts.emplace_back(new Context());
-    contexts.back()->config_ = config.value();
+    generations.emplace_back(new Generation());
+    generations.back()->config_ = config.value();
   }
   for (int rank = 0; rank < size; ++rank) {
-    FARANDOLE_RETURN_IF_ERROR(contexts[static_cast<size_t>(rank)]->JoinInProcess(job, rank));
+    FARANDOLE_RETURN_IF_ERROR(
+        generations[static_cast<size_t>(rank)]->JoinInProcess(job, rank, number));
   }
-  return contexts;
+  return generations;
 }
 
-void Context::CountWakeUps() {
+void Generation::CountWakeUps() {
   // The doorbell's own count only grows. Under the mutex, so that two threads that read the
   // counters do not both add the same difference.
   std::lock_guard lock(wake_ups_);
@@ -312,7 +292,7 @@ void Context::CountWakeUps() {
 // The caller sleeps: were it to run the engine in its thread's place, it could be the one that is
 // stuck. The wait has no limit of its own: a rank that stopped earlier would end those still at
 // work. A peer's death, and the watchdog where this rank's engine is stuck, end the leave.
-bool Context::LeaveAndStop(int64_t timeout_ns, Lifecycle::Parting parting) {
+bool Generation::LeaveAndStop(int64_t timeout_ns, Lifecycle::Parting parting) {
   std::lock_guard lock(shutdown_);
   if (down_) return true;
   if (engine_ == nullptr) {
@@ -327,7 +307,7 @@ bool Context::LeaveAndStop(int64_t timeout_ns, Lifecycle::Parting parting) {
 }
 
 // One thread may close the ranks of its process one after another: the first would wait for ever.
-void Context::LeaveAndStop() {
+void Generation::LeaveAndStop() {
   const bool is_in_process = joined_ != nullptr && joined_->job != nullptr;
   if (LeaveAndStop(is_in_process ? ToNs(config_.shutdown_timeout_s) : -1, {})) return;
   std::lock_guard lock(shutdown_);
@@ -336,7 +316,7 @@ void Context::LeaveAndStop() {
 
 // Not under the mutex, since a callback may ask for the shutdown, too. All works have ended when
 // the engine is down, so no callback comes to be due later.
-bool Context::Shutdown(int64_t timeout_ns, Lifecycle::Parting parting) {
+bool Generation::Shutdown(int64_t timeout_ns, Lifecycle::Parting parting) {
   const int64_t until_ns = timeout_ns < 0 ? kNever : SteadyClock().NowNs() + timeout_ns;
   if (!LeaveAndStop(timeout_ns, std::move(parting))) return false;
   if (engine_ == nullptr || given_up()) return true;
@@ -344,7 +324,7 @@ bool Context::Shutdown(int64_t timeout_ns, Lifecycle::Parting parting) {
   return engine_->AwaitCallbacks(timeout_ns < 0 ? -1 : left_ns);
 }
 
-void Context::Close() {
+void Generation::Close() {
   LeaveAndStop();
   // One that is stuck in a library does not return; true: there is no limit.
   if (engine_ != nullptr && !given_up()) (void)engine_->AwaitCallbacks(-1);
@@ -352,7 +332,7 @@ void Context::Close() {
 
 // A rank that ends well waits for the others. One that ends badly ends the job in any case. Another
 // thread may be inside Shutdown then, without a limit.
-void Context::EndAtExit(int exit_code) {
+void Generation::EndAtExit(int exit_code) {
   if (recorder_ != nullptr) recorder_->FinishDumps();
   if (exit_code == 0) {
     LeaveAndStop();
@@ -373,16 +353,31 @@ void Context::EndAtExit(int exit_code) {
   joined_->log->Write(LogLevel::kWarning, shutdown_status_.message());
 }
 
-Status Context::shutdown_status() {
+Status Generation::shutdown_status() {
   std::lock_guard lock(shutdown_);
   return shutdown_status_;
+}
+
+// What has gone wrong in the end is told once: what a later call says of this generation is either
+// that, or that there is another one.
+Generation::Explained Generation::Explain(const Status& failure) {
+  const Lifecycle& lifecycle = engine_->lifecycle();
+  if (lifecycle.failed() && failure.code() == lifecycle.final_error().code()) has_told_.store(true);
+  const uint64_t ended_at = ended_at_.load();
+  const uint64_t now = World::Get().generations();
+  if (ended_at == 0 || now == ended_at || failure.code() == Code::kInvalidArgument)
+    return {failure, false};
+  return {Aborted("generation " + std::to_string(number_) + " of this process has ended (" +
+                  failure.message() + "), and init() has begun generation " + std::to_string(now) +
+                  ", which has operations, works, gradients and process sets of its own"),
+          true};
 }
 
 // Under shutdown_, once. In this order: whether all have left is asked before Stop fails what is
 // pending; the timeline takes spans until the engine thread has ended; the planes go last, since
 // the engine calls them.
-void Context::StopEngine() {
-  UnlistOpen(this);
+void Generation::StopEngine() {
+  World::Get().Unlist(this);
   down_ = true;
   shutdown_status_ = leaving_->done() ? leaving_->status()
                                       : Timeout(
@@ -391,13 +386,14 @@ void Context::StopEngine() {
   const bool clean = engine_->ShutDownCleanly();
   given_up_ = !engine_->Stop(kStopTimeoutNs);
   if (given_up_) {
-    UnwaitedThreadBegins();  // for good
+    World::Get().UnwaitedThreadBegins();  // for good
     shutdown_status_ = engine_->lifecycle().final_error();
   }
   const Status traced = timeline_->Stop();
   if (!traced.ok()) joined_->log->Write(LogLevel::kWarning, traced.message());
-  if (joined_->uses_mpi && !clean) MpiContextFailed();
+  if (joined_->uses_mpi && !clean) World::Get().MpiGenerationFailed();
   if (recorder_ != nullptr) recorder_->FinishDumps();
+  ended_at_.store(World::Get().generations());
   if (given_up_) return;  // the stuck thread may still use all there is
   // Planes over MPI stay after a failure, see Connections::Close; what knows shared memory alone
   // goes, and with it the memory.

