@@ -403,7 +403,8 @@ int farandole_output_rows(const farandole_context* context, int32_t kind, uint32
   if (context == nullptr || out == nullptr) return ReportNull("context or out");
   if (kind < 0 || kind > FARANDOLE_BARRIER)
     return Report(farandole::InvalidArgument("collective kind " + std::to_string(kind)));
-  const Engine& engine = context->context->engine();
+  if (const int code = farandole::FromSetHandle(*context->generation, set, &set)) return code;
+  const Engine& engine = context->generation->engine();
   const Result<farandole::ProcessSetInfo> found = engine.operations().FindSet(set);
   if (!found.ok()) return Report(found.status());
   *out = farandole::ResultRows(static_cast<farandole::OpKind>(kind), rows, found.value().ranks,

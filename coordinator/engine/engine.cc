@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "coordinator/engine/engine_observer.h"
+
 namespace farandole {
 namespace {
 
@@ -50,8 +52,6 @@ Engine::Engine(EngineOptions options, EngineParts parts)
       submissions_(*parts_.doorbell, options_.linger_ns, options_.linger_bytes),
       announcer_(lifecycle_, operations_, submissions_),
       gpu_(parts_.gpu != nullptr ? *parts_.gpu : no_gpu_),
-      numbers_(options_.nan_check, rank(), *parts_.log),
-      tracing_(parts_.timeline, parts_.recorder),
       loop_(options_, parts_, GlobalSet(options_.negotiation), Shared()),
       progress_(loop_, parts_, Shared(), options_),
       watchdog_(loop_, options_, parts_, Shared()) {
@@ -66,15 +66,9 @@ Engine::Engine(EngineOptions options, EngineParts parts)
 }
 
 SharedParts Engine::Shared() {
-  return {lifecycle_,
-          operations_,
-          submissions_,
-          announcer_,
-          gpu_,
-          tracing_,
-          parts_.memory != nullptr ? *parts_.memory : own_memory_,
-          callers_,
-          callbacks_};
+  return {lifecycle_, operations_, submissions_,
+          announcer_, gpu_,        parts_.memory != nullptr ? *parts_.memory : own_memory_,
+          callers_,   callbacks_};
 }
 
 Engine::~Engine() {
@@ -137,8 +131,8 @@ Result<std::shared_ptr<Work>> Engine::StartClaimed(ClaimedOperation& claimed,
   FARANDOLE_RETURN_IF_ERROR(CheckMemory(operation, in, out, vote));
   FARANDOLE_RETURN_IF_ERROR(lifecycle_.CheckStart());
   FARANDOLE_RETURN_IF_ERROR(operation.RecordProducers(gpu_, vote, producers));
-  if (numbers_.is_on()) {
-    if (std::string refused = numbers_.Check(operation, in, vote); !refused.empty()) {
+  for (EngineObserver* const one : parts_.observers) {
+    if (std::string refused = one->Refuse(operation, in, vote); !refused.empty()) {
       Vote failed = vote;
       failed.failed = std::move(refused);
       return submissions_.Submit(claimed, in, out, failed, notify);

@@ -14,12 +14,10 @@
 #include "coordinator/engine/engine_loop.h"
 #include "coordinator/engine/engine_options.h"
 #include "coordinator/engine/lifecycle.h"
-#include "coordinator/engine/number_check.h"
 #include "coordinator/engine/operation_registry.h"
 #include "coordinator/engine/progress_thread.h"
 #include "coordinator/engine/step_announcer.h"
 #include "coordinator/engine/submission_queue.h"
-#include "coordinator/engine/tracing.h"
 #include "coordinator/engine/watchdog.h"
 
 namespace farandole {
@@ -27,10 +25,11 @@ namespace farandole {
 /// Owns the parts and connects them. Each calls only those to its right:
 ///
 ///   Engine > ProgressThread, Watchdog > EngineLoop > Negotiation, Executor, FrameCoalescer,
-///   StepAnnouncer, RankDevice, Tracing > SubmissionQueue, OperationRegistry > Lifecycle > Work >
+///   StepAnnouncer, RankDevice > SubmissionQueue, OperationRegistry > Lifecycle > Work >
 ///   CallbackThreads
 ///
-/// but for events, by which Negotiation and Executor report to the EngineLoop that called them.
+/// but for events, by which Negotiation and Executor report to the EngineLoop that called them. Who
+/// observes the engine (EngineObserver, NegotiationObserver) it does not know by name.
 ///
 /// Locks, in the order in which one thread takes them: the engine lock (ProgressThread), then the
 /// mutexes of StepAnnouncer, OperationRegistry and Lifecycle, then that of CallbackThreads.
@@ -163,10 +162,8 @@ class Engine {
   StepAnnouncer announcer_;
   RankDevice no_gpu_{{}, 0};
   RankDevice& gpu_;
-  NumberCheck numbers_;
   CallerThreads callers_;
   CallbackThreads callbacks_{[this](const Work& work) { (void)progress_.Wait(work, -1, false); }};
-  Tracing tracing_;
   EngineLoop loop_;
   ProgressThread progress_;
   Watchdog watchdog_;

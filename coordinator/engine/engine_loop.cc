@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "coordinator/engine/engine_observer.h"
+
 namespace farandole {
 namespace {
 
@@ -44,10 +46,9 @@ EngineLoop::EngineLoop(const EngineOptions& options, const EngineParts& parts,
       submissions_(shared.submissions),
       announcer_(shared.announcer),
       gpu_(shared.gpu),
-      tracing_(shared.tracing),
       callers_(shared.callers),
       callbacks_(shared.callbacks),
-      negotiation_(options.negotiation, *this),
+      negotiation_(options.negotiation, *this, parts.observe_negotiation),
       executor_(ExecutorOptions(options), parts.planes, *parts.counters, *this, shared.memory),
       coalescer_(*parts.transport, *parts.counters),
       last_event_ns_(parts.clock->NowNs()),
@@ -135,7 +136,7 @@ void EngineLoop::Submit(Operation& operation) {
   parts_.counters->Add(Counter::kSubmissions);
   operation.submitted_ns = now_ns_;
   operation.decided_ns = 0;
-  tracing_.OnSubmitted(operation, now_ns_);
+  for (EngineObserver* const one : parts_.observers) one->OnSubmitted(operation, now_ns_);
   if (lifecycle_.failed()) return Complete(operation, lifecycle_.final_error());
   if (operation.key == Operation::kUnknownKey) operation.key = negotiation_.Intern(operation.name);
   operations_.Bind(operation);
@@ -235,7 +236,7 @@ void EngineLoop::FinishLeaving() {
 
 // A second end is an error of ours, unless the watchdog has ended everything meanwhile.
 void EngineLoop::Complete(Operation& operation, const Status& status) {
-  tracing_.OnFinished(operation, status, now_ns_);
+  for (EngineObserver* const one : parts_.observers) one->OnFinished(operation, status, now_ns_);
   if (operation.Finish(status) || lifecycle_.failed()) return;
   Note(Internal(Describe(operation.name) + ": finished twice"));
 }
@@ -300,7 +301,9 @@ int64_t EngineLoop::SpreadFailure() {
 // as the watchdog ends works then, too.
 void EngineLoop::Fail(const Status& error) {
   if (!given_up_.load()) executor_.AbandonAll();
-  if (!lifecycle_.failed() && !lifecycle_.is_shut_down()) tracing_.OnFailed(error, now_ns_);
+  if (!lifecycle_.failed() && !lifecycle_.is_shut_down()) {
+    for (EngineObserver* const one : parts_.observers) one->OnFailed(error, now_ns_);
+  }
   lifecycle_.Fail(error);
   SubmitAll(submissions_.TakeAll());
   operations_.FailInFlight(lifecycle_.final_error());
@@ -318,7 +321,7 @@ void EngineLoop::OnWork(const WorkDecision& work) {
   // A rank that has joined takes part without ever having started an operation on its GPU.
   if (work.device() == DeviceKind::kCuda) gpu_.SetInUse();
   parts_.counters->Add(Counter::kDecisions);
-  tracing_.OnDecision(work, operations_, now_ns_);
+  for (EngineObserver* const one : parts_.observers) one->OnDecided(work, operations_, now_ns_);
   Note(executor_.Execute(work, now_ns_));
 }
 
@@ -367,17 +370,6 @@ void EngineLoop::OnLeft(int rank) {
 
 void EngineLoop::OnReport(const std::string& text) { parts_.log->Write(LogLevel::kWarning, text); }
 
-std::vector<std::string> EngineLoop::OnStalls(const std::vector<StallFacts>& stalls) {
-  std::vector<std::string> lines = stall_report_.Lines(stalls, now_ns_);
-  if (parts_.log->Enabled(LogLevel::kDebug)) {
-    for (const StallFacts& stall : stalls) {
-      parts_.log->Write(LogLevel::kDebug, DescribeStall(stall));
-    }
-  }
-  tracing_.OnStalls(stalls, !lines.empty(), now_ns_);
-  return lines;
-}
-
 // A thread pushes what it submits before it waits: asked in this order, nothing is missed. What an
 // iteration has taken from the queue it has submitted before it asks.
 bool EngineLoop::IsBlocked() const {
@@ -387,13 +379,13 @@ bool EngineLoop::IsBlocked() const {
 
 // `failure` is this rank's alone, such as no memory for its result; the other ranks complete.
 void EngineLoop::OnOperationDone(Operation& operation) {
-  tracing_.OnOperationDone(operation, now_ns_);
+  for (EngineObserver* const one : parts_.observers) one->OnDone(operation, now_ns_);
   Complete(operation, operation.failure);
   if (operation.name.kind == OpKind::kStep) announcer_.StartLater(operation);
 }
 
 void EngineLoop::OnBatchDone(const Batch& batch, int64_t began_ns) {
-  tracing_.OnBatchDone(batch, began_ns, now_ns_);
+  for (EngineObserver* const one : parts_.observers) one->OnBatchDone(batch, began_ns, now_ns_);
   negotiation_.BatchDone(batch.number, batch.index);
 }
 

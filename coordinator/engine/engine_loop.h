@@ -3,7 +3,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,10 +12,8 @@
 #include "coordinator/engine/executor.h"
 #include "coordinator/engine/lifecycle.h"
 #include "coordinator/engine/operation_registry.h"
-#include "coordinator/engine/program_probe.h"
 #include "coordinator/engine/step_announcer.h"
 #include "coordinator/engine/submission_queue.h"
-#include "coordinator/engine/tracing.h"
 #include "coordinator/protocol/negotiation.h"
 
 namespace farandole {
@@ -28,7 +25,6 @@ struct SharedParts {
   SubmissionQueue& submissions;
   StepAnnouncer& announcer;
   RankDevice& gpu;
-  Tracing& tracing;
   BorrowedMemory& memory;
   CallerThreads& callers;
   const CallbackThreads& callbacks;
@@ -83,13 +79,10 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   void OnLeft(int rank) override;
   void OnShutdown() override { lifecycle_.ShutDown(); }
   void OnReport(const std::string& text) override;
-  void OnStallReported() override { tracing_.OnStallReported(); }
-  std::vector<std::string> OnStalls(const std::vector<StallFacts>& stalls) override;
   void OnStallShutdown(const Status& error) override { agreed_error_ = error; }
   bool IsBlocked() const override;
   bool KnowsAllThreads() const override { return callers_.KnowsAll(); }
-  bool AskActivity() override { return program_.Ask(callers_.Ids(), now_ns_); }
-  std::optional<Activity> FindActivity() override { return program_.Find(now_ns_); }
+  std::vector<uint64_t> CallerIds() const override { return callers_.Ids(); }
   // ExecutorEvents
   Operation* FindOperation(KeyId key) override { return operations_.Find(key); }
   void OnOperationDone(Operation& operation) override;
@@ -122,7 +115,6 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   SubmissionQueue& submissions_;
   StepAnnouncer& announcer_;
   RankDevice& gpu_;
-  Tracing& tracing_;
   const CallerThreads& callers_;
   const CallbackThreads& callbacks_;
   Negotiation negotiation_;
@@ -134,11 +126,9 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   int64_t tick_ns_ = 0;        // when the negotiation wants its next Tick
   int64_t executor_poll_ns_ = -1;
   bool by_caller_ = false;  // see RunOnce
-  StallReport stall_report_;
-  ProgramProbe program_;
-  Status deferred_error_;  // found inside a negotiation callback
-  Status agreed_error_;    // final on all ranks, by a decision
-  Status failed_here_;     // the final error as the holder of the engine lock knows it
+  Status deferred_error_;   // found inside a negotiation callback
+  Status agreed_error_;     // final on all ranks, by a decision
+  Status failed_here_;      // the final error as the holder of the engine lock knows it
   int64_t failed_here_ns_ = 0;
   int64_t cause_due_ns_ = 0;  // see AwaitsCause
   bool has_left_ = false;

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "coordinator/control/frame_coalescer.h"
+#include "coordinator/engine/engine_observer.h"
 #include "core/futex.h"
 
 namespace farandole {
@@ -25,7 +26,7 @@ Watchdog::Watchdog(const EngineLoop& loop, const EngineOptions& options, const E
       shutdown_timeout_ns_(options.shutdown_timeout_ns),
       peers_(parts.peers),
       hub_(parts.hub),
-      recorder_(parts.recorder),
+      observers_(parts.observers),
       lifecycle_(shared.lifecycle),
       operations_(shared.operations),
       memory_(shared.memory) {}
@@ -56,7 +57,7 @@ void Watchdog::FailWith(const Status& error, const std::vector<std::byte>& repor
   lifecycle_.Fail(error);
   if (peers_ != nullptr) peers_->Report(error);
   if (hub_ != nullptr) hub_->Report(report);
-  if (recorder_ != nullptr) recorder_->Dump("final error", lifecycle_.final_error());
+  for (EngineObserver* const one : observers_) one->OnStuck(lifecycle_.final_error());
 }
 
 // An engine that is not stuck has taken the report, as it came, by the next period.

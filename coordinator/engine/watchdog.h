@@ -41,7 +41,7 @@ class Watchdog {
   const int64_t shutdown_timeout_ns_;
   PeerWatch* const peers_;
   StreamHub* const hub_;
-  FlightRecorder* const recorder_;
+  const std::vector<EngineObserver*>& observers_;
   bool has_report_ = false;  // since an earlier period
   Lifecycle& lifecycle_;
   OperationRegistry& operations_;

@@ -60,7 +60,6 @@ EngineOptions MakeOptions(const Config& config, const Rendezvous& rendezvous,
   options.progress_timeout_ns = ToNs(config.plane_timeout_s);
   options.cuda_progress_timeout_ns = ToNs(config.cuda_timeout_s);
   options.shutdown_timeout_ns = ToNs(config.shutdown_timeout_s);
-  options.nan_check = config.nan_check;
   // A spinning caller would only keep the core from the rank it waits for. A launcher may have
   // bound each rank to a core of its own.
   const auto here = static_cast<int>(std::thread::hardware_concurrency());
@@ -207,8 +206,9 @@ void Generation::StartEngine(std::unique_ptr<Connections> joined, uint64_t numbe
   parts.counters = &joined_->counters;
   parts.log = joined_->log.get();
   parts.gpu = gpu_.get();
-  parts.timeline = timeline_.get();
-  parts.recorder = recorder_.get();
+  diagnosis_ = std::make_unique<Diagnosis>(
+      Diagnosis::Options{rank, config_.nan_check, parts.log, timeline_.get(), recorder_.get()});
+  diagnosis_->Observe(parts);
   parts.memory = &joined_->memory;
   engine_ = std::make_unique<OwnedEngine>(*this, std::move(options), parts);
   wraps_ = std::make_unique<WrapComparison>(*engine_);

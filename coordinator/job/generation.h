@@ -8,6 +8,7 @@
 #include <mutex>
 #include <vector>
 
+#include "coordinator/diagnosis/diagnosis.h"
 #include "coordinator/engine/engine.h"
 #include "coordinator/engine/gradient_round.h"
 #include "coordinator/job/bootstrap.h"
@@ -105,6 +106,7 @@ class Generation {
   // Of the CPU, best first; then the CUDA plane; then the hierarchical plane, if there is one on
   // all ranks; then that of memory shared with other processes, if there is any.
   std::vector<std::unique_ptr<DataPlane>> planes_;
+  std::unique_ptr<Diagnosis> diagnosis_;
   struct OwnedEngine;
   std::unique_ptr<OwnedEngine> engine_;
   std::unique_ptr<WrapComparison> wraps_;

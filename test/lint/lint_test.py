@@ -48,6 +48,12 @@ SAMPLES = {
             },
         ),
     ],
+    rules.arrows: [
+        (
+            {"core/a.h": "", "core/b.h": '#include "core/a.h"\n', "core/a.cc": '#include "core/b.h"\n'},
+            {"core/a.h": "", "core/b.h": "", "core/a.cc": '#include "core/a.h"\n#include "core/b.h"\n'},
+        ),
+    ],
     rules.environment: [
         ({"ops/a.cc": 'auto x = std::getenv("X");\n'}, {"core/config.cc": 'std::getenv("X");\n'}),
         ({"core/a.cc": "for (char** e = environ; *e; ++e) {\n"}, {"ops/a.cc": "// getenv(x)\n"}),

@@ -21,11 +21,12 @@ LAYERS = ["core", "ops", "coordinator", "bindings", "examples"]
 #: interfaces of planes and devices, what the CPU planes share, and the planes; in `ops/gpu` the plane
 #: with the interface of its backends, and the backends; in `ops/p2p` the plane, and its links.
 INNER_LAYERS = {
-    "coordinator": [{"protocol"}, {"control"}, {"engine"}, {"job"}],
+    "coordinator": [{"protocol"}, {"control"}, {"engine"}, {"diagnosis"}, {"job"}],
     "ops": [{""}, {"cpu"}, {"shm", "p2p", "hierarchical", "gpu"}],
     "ops/gpu": [{""}, {"cuda", "nccl"}],
     "ops/p2p": [{""}, {"mpi", "tcp"}],
 }
+LEVELLED = ("core/", "coordinator/protocol/", "coordinator/control/", "coordinator/diagnosis/")
 TOP_LEVEL = {
     "CMakeLists.txt", "core", "coordinator", "ops", "bindings", "examples", "test", "setup.py",
     "README.md", "pyproject.toml", "LICENSE", "CHANGELOG.md", "docs", "findings",
@@ -143,14 +144,15 @@ def threads(tree: Tree) -> Iterator[str]:
     for path, number, line in lines_of(tree):
         if folder(path) in ("examples", "test"):
             continue
-        places = ("coordinator/engine/", "ops/gpu/launch_queue.", "core/timeline.", "core/flight_recorder.",
-                  "core/net/stream_hub.", "coordinator/job/bootstrap.")
+        places = ("coordinator/engine/", "coordinator/diagnosis/program_probe.", "ops/gpu/launch_queue.",
+                  "core/timeline.", "core/flight_recorder.", "core/net/stream_hub.", "coordinator/job/bootstrap.")
         if path.startswith(places):
             continue
         if start.search(without_comments(line)):
             yield (
-                f"{path}:{number}: threads live in coordinator/engine/, ops/gpu/launch_queue.*, core/timeline.*, "
-                "core/flight_recorder.*, core/net/stream_hub.* and coordinator/job/bootstrap.* only"
+                f"{path}:{number}: threads live in coordinator/engine/, coordinator/diagnosis/program_probe.*, "
+                "ops/gpu/launch_queue.*, core/timeline.*, core/flight_recorder.*, core/net/stream_hub.* and "
+                "coordinator/job/bootstrap.* only"
             )
 
 
@@ -329,7 +331,24 @@ def variables(tree: Tree) -> Iterator[str]:
                 yield f"{path}:{number}: {name} is not on {SETTINGS_PAGE}"
 
 
-RULES = [layering, import_cycles, environment, threads, backend_conditionals, machine_paths, words, sizes, reasons,
+def arrows(tree: Tree) -> Iterator[str]:
+    """A source of LEVELLED includes no header that includes its own: what is used does not know its users."""
+    includes = {path: [name for name in re.findall(r'^#include "([\w./-]+)"', text, re.M) if name in tree]
+                for path, text in tree.items() if path.endswith(CODE)}
+
+    def reaches(header: str, target: str, seen: set[str]) -> bool:
+        new = [name for name in includes.get(header, []) if name not in seen]
+        seen.update(new)
+        return target in new or any(reaches(name, target, seen) for name in new)
+
+    for path, headers in includes.items():
+        own = path.removesuffix(".cc") + ".h"
+        for header in headers if path.startswith(LEVELLED) and path.endswith(".cc") else []:
+            if header != own and reaches(header, own, set()):
+                yield f"{path}: {header} includes {own}, so it must not be included here"
+
+
+RULES = [layering, import_cycles, arrows, environment, threads, backend_conditionals, machine_paths, words, sizes, reasons,
          top_level, columns, links, snippets, labels, variables]
 
 

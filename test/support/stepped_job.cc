@@ -39,6 +39,9 @@ SteppedJob::SteppedJob(int size, EngineOptions base, const WrapPlane& wrap,
     EngineParts parts{rank.transport.get(), {rank.plane.get()}, rank.doorbell.get(),     &clock,
                       rank.counters.get(),  rank.log.get(),     gpus ? gpus(r) : nullptr};
     if (memory) parts.memory = memory(r);
+    rank.diagnosis =
+        std::make_unique<Diagnosis>(Diagnosis::Options{.rank = r, .log = rank.log.get()});
+    rank.diagnosis->Observe(parts);
     rank.engine = std::make_unique<Engine>(base, parts);
   }
 }

@@ -1,4 +1,4 @@
-#include "coordinator/protocol/divergence.h"
+#include "coordinator/diagnosis/divergence.h"
 
 #include <gtest/gtest.h>
 
@@ -7,6 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "coordinator/diagnosis/detectors.h"
+#include "coordinator/protocol/negotiation.h"
 #include "test/support/ignoring_listener.h"
 
 namespace farandole {
@@ -156,8 +158,9 @@ TEST(DescribeDivergence, NobodyIsOddBeforeMostRanksAreKnownToWaitForTheSame) {
 }
 
 /// A rank whose program is blocked when the test says so; messages move in Settle.
-struct Node final : IgnoringListener {
-  explicit Node(NegotiationOptions options) : negotiation(std::move(options), *this) {}
+struct Node final : IgnoringListener, DetectorListener {
+  explicit Node(NegotiationOptions options)
+      : negotiation(std::move(options), *this, Detectors(*this)) {}
   void SendUp(int, const UpMessage& message) override { up.push_back(message); }
   void SendDown(int child, const DownMessage& message) override {
     if (message.type == DownType::kWhoWaits) ++questions;
@@ -167,11 +170,12 @@ struct Node final : IgnoringListener {
   bool Holds(KeyId) const override { return true; }
   bool IsBlocked() const override { return is_blocked; }
   bool KnowsAllThreads() const override { return knows_all_threads; }
-  bool AskActivity() override {
+  std::vector<std::string> OnStalls(const std::vector<StallFacts>&, int64_t) override { return {}; }
+  bool AskActivity(std::vector<uint64_t>, int64_t) override {
     ++place_questions;
     return !place.empty();
   }
-  std::optional<Activity> FindActivity() override {
+  std::optional<Activity> FindActivity(int64_t) override {
     if (!is_place_known) return std::nullopt;
     return Activity{FailureKind::kBlockedInPython, place};
   }

@@ -1,12 +1,15 @@
-#include "coordinator/engine/number_check.h"
-
+// Looks for nan and infinity in what this rank contributes, before a sum hides where they are from.
 #include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <map>
+#include <mutex>
+#include <span>
 #include <string>
 #include <utility>
 
+#include "coordinator/diagnosis/diagnosis.h"
 #include "core/half.h"
 #include "ops/cpu/kernels.h"
 
@@ -50,10 +53,29 @@ std::string DescribeTensor(const Operation& operation, size_t t, const StepCount
          DescribeName(operation.name);
 }
 
-}  // namespace
+/// Checks allreduces and reducescatters of tensors on the CPU on the thread that starts them: only
+/// before a rank votes can a key still be refused for all ranks. With kWarn it logs instead: the
+/// first such tensor of the operation, at its 1st, 2nd, 4th, 8th, ... time.
+class NumberCheck final : public EngineObserver {
+ public:
+  NumberCheck(NanCheck mode, int rank, Log& log) : mode_(mode), rank_(rank), log_(log) {}
+  std::string Refuse(const Operation& operation, std::span<const void* const> in,
+                     const Vote& vote) override;
 
-std::string NumberCheck::Check(const Operation& operation, std::span<const void* const> in,
-                               const Vote& vote) {
+ private:
+  void Warn(const std::string& name, const std::string& text);
+  void WarnOfGpu();
+
+  const NanCheck mode_;
+  const int rank_;
+  Log& log_;
+  std::mutex mutex_;
+  std::map<std::string, uint64_t> times_;  // by operation and tensor
+  bool has_warned_of_gpu_ = false;
+};
+
+std::string NumberCheck::Refuse(const Operation& operation, std::span<const void* const> in,
+                                const Vote& vote) {
   const OpKind kind = operation.name.kind;
   if (kind != OpKind::kAllreduce && kind != OpKind::kReducescatter) return {};
   if (!vote.failed.empty()) return {};
@@ -96,6 +118,12 @@ void NumberCheck::WarnOfGpu() {
     if (std::exchange(has_warned_of_gpu_, true)) return;
   }
   log_.Write(LogLevel::kWarning, "FARANDOLE_NAN_CHECK: tensors on a GPU are not checked");
+}
+
+}  // namespace
+
+std::unique_ptr<EngineObserver> MakeNumberCheck(NanCheck mode, int rank, Log& log) {
+  return std::make_unique<NumberCheck>(mode, rank, log);
 }
 
 }  // namespace farandole

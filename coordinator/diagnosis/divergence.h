@@ -1,7 +1,7 @@
 // Divergence: ranks that wait for different operations, so that none of them can ever go on.
 // Nothing agreed changes.
 //
-// Thread safety: none; one holder of the engine lock at a time. Internal to the negotiation.
+// Thread safety: none; one holder of the engine lock at a time.
 #pragma once
 
 #include <cstdint>
@@ -11,12 +11,12 @@
 #include <string>
 #include <vector>
 
+#include "coordinator/diagnosis/detectors.h"
+#include "coordinator/protocol/decider.h"
 #include "coordinator/protocol/node_state.h"
 #include "core/clock.h"
 
 namespace farandole {
-
-class Decider;
 
 /// Of ranks that wait, those that can never go on: the greatest set D of ranks that may not go on
 /// in which, for each key of each rank of D, a rank of D is missing. A rank of D submits nothing
@@ -53,29 +53,25 @@ std::string DescribeDivergence(const std::vector<WaitingRanks>& diverged, bool w
 /// that have made no call may yet submit something, it asks once more after a second.
 ///
 /// Invariant: one question at a time. Whoever blocks last asks for one that finds all others
-/// blocked. Lifetime: `node` and `decider` outlive its last call; `decider` need not exist before
-/// the first.
-class Divergence {
+/// blocked.
+class Divergence final : public NegotiationObserver {
  public:
-  Divergence(NodeState& node, Decider& decider) : node_(node), decider_(decider) {}
+  Divergence(NodeState& node, Decider& decider, DetectorListener& listener)
+      : node_(node), decider_(decider), listener_(listener) {}
   Divergence(const Divergence&) = delete;
   Divergence& operator=(const Divergence&) = delete;
 
-  /// This rank has submitted a key, now.
-  void OnSubmitted();
+  void OnSubmitted(KeyId id) override;
+  Status ReceiveUp(int child, const UpMessage& message) override;
+  Status ReceiveDown(const DownMessage& message) override;
   /// Says that this rank is blocked, and asks the ranks, when it is time.
-  void Tick();
-  /// From a child, or this rank's own.
-  void ReceiveBlocked();
-  Status ReceiveWaits(int child, const UpMessage& message);
-  /// When Tick has something to do next, or kNever.
-  int64_t due_ns() const;
-  /// A question, to be forwarded next.
-  void ApplyQuestion(const DownMessage& message);
-  /// Sends on, or judges, what all have answered.
-  void CloseAnswered();
+  int64_t Tick() override;
+  int64_t due_ns() const override;
 
  private:
+  void ReceiveBlocked();
+  Status ReceiveWaits(int child, const UpMessage& message);
+  void CloseAnswered();
   void LookWhetherBlocked();
   void AskIfDue();
   std::optional<WaitingRanks> Own() const;
@@ -87,6 +83,7 @@ class Divergence {
 
   NodeState& node_;
   Decider& decider_;
+  DetectorListener& listener_;
 
   int64_t check_ns_ = kNever;  // when this rank looks whether it is blocked
   int64_t interval_ns_ = 0;    // to the check after that

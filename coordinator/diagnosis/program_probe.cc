@@ -1,4 +1,4 @@
-#include "coordinator/engine/program_probe.h"
+#include "coordinator/diagnosis/program_probe.h"
 
 #include <algorithm>
 #include <chrono>

@@ -1,4 +1,4 @@
-#include "coordinator/protocol/divergence.h"
+#include "coordinator/diagnosis/divergence.h"
 
 #include <algorithm>
 #include <map>
@@ -6,9 +6,8 @@
 #include <tuple>
 #include <utility>
 
-#include "coordinator/protocol/decider.h"
+#include "coordinator/diagnosis/stall_report.h"
 #include "coordinator/protocol/error_text.h"
-#include "coordinator/protocol/stall_report.h"
 #include "core/config.h"
 
 namespace farandole {
@@ -216,8 +215,9 @@ std::string DescribeDivergence(const std::vector<WaitingRanks>& diverged, bool w
   return text + "; all ranks must call the same collectives in the same order";
 }
 
-void Divergence::OnSubmitted() {
+void Divergence::OnSubmitted(KeyId id) {
   if (!node_.options.divergence_check || node_.options.size == 1) return;
+  if (!IsWaitedFor(node_.keys.Peek(id))) return;
   submit_ns_ = node_.now_ns;
   interval_ns_ = kBlockedNs;
   check_ns_ = std::min(check_ns_, node_.now_ns + kBlockedNs);
@@ -229,10 +229,16 @@ int64_t Divergence::due_ns() const {
   return is_to_ask ? std::min(due_ns, next_ask_ns_) : due_ns;
 }
 
-void Divergence::Tick() {
+int64_t Divergence::Tick() {
   if (node_.now_ns >= check_ns_) LookWhetherBlocked();
   if (own_) FindWhere();
   AskIfDue();
+  return due_ns();
+}
+
+Status Divergence::ReceiveUp(int child, const UpMessage& message) {
+  if (message.type == UpType::kBlocked) ReceiveBlocked();
+  return message.type == UpType::kWaits ? ReceiveWaits(child, message) : Status();
 }
 
 /// A submission does not move the check but when that is due, so that the steady state costs a few
@@ -264,10 +270,15 @@ void Divergence::ReceiveBlocked() {
 
 void Divergence::AskIfDue() {
   const bool is_to_ask = was_asked_for_ && node_.IsRoot() && number_ == 0;
-  if (is_to_ask && node_.now_ns >= next_ask_ns_) decider_.AskWhoWaits(has_found_);
+  if (!is_to_ask || node_.now_ns < next_ask_ns_) return;
+  DownMessage question;
+  question.type = DownType::kWhoWaits;
+  question.rank = has_found_ ? 1 : 0;
+  decider_.Send(std::move(question));
 }
 
-void Divergence::ApplyQuestion(const DownMessage& message) {
+Status Divergence::ReceiveDown(const DownMessage& message) {
+  if (message.type != DownType::kWhoWaits) return {};
   was_asked_for_ = false;
   number_ = message.number;
   awaited_ = node_.sets.children().size();
@@ -276,9 +287,11 @@ void Divergence::ApplyQuestion(const DownMessage& message) {
   own_ = Own();
   const bool is_asked_where = message.rank != 0;
   place_due_ns_ = node_.now_ns + kMostPlaceNs;
-  if (own_ && !(is_asked_where && node_.listener.AskActivity())) {
-    Add(*std::exchange(own_, std::nullopt));
-  }
+  const bool is_looking =
+      own_ && is_asked_where && listener_.AskActivity(node_.listener.CallerIds(), node_.now_ns);
+  if (own_ && !is_looking) Add(*std::exchange(own_, std::nullopt));
+  CloseAnswered();
+  return {};
 }
 
 /// All that is pending, though its threads may wait for some of it only: it is not said to be stuck
@@ -304,7 +317,7 @@ std::optional<WaitingRanks> Divergence::Own() const {
 }
 
 void Divergence::FindWhere() {
-  const std::optional<Activity> doing = node_.listener.FindActivity();
+  const std::optional<Activity> doing = listener_.FindActivity(node_.now_ns);
   if (!doing && node_.now_ns < place_due_ns_) return;
   if (doing && doing->kind == FailureKind::kBlockedInPython) own_->place = doing->text;
   Add(*std::exchange(own_, std::nullopt));

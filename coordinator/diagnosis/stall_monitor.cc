@@ -1,11 +1,10 @@
-#include "coordinator/protocol/stall_monitor.h"
+#include "coordinator/diagnosis/stall_monitor.h"
 
 #include <algorithm>
 #include <cmath>
 #include <optional>
-#include <set>
+#include <sstream>
 
-#include "coordinator/protocol/decider.h"
 #include "coordinator/protocol/error_text.h"
 
 namespace farandole {
@@ -134,7 +133,26 @@ void StallMonitor::ReportUnheard() {
   }
   if (shutdown_ns > 0) unheard_ns_ = key.since_ns + shutdown_ns;
   node_.listener.OnReport(text);
-  node_.listener.OnStallReported();
+  listener_.OnStallReported();
+}
+
+Status StallMonitor::ReceiveUp(int child, const UpMessage& message) {
+  if (message.type == UpType::kStall) return ReceiveStall(message);
+  return message.type == UpType::kAnswer ? ReceiveAnswers(child, message) : Status();
+}
+
+Status StallMonitor::ReceiveDown(const DownMessage& message) {
+  if (message.type == DownType::kReport) Read(message);
+  return message.type == DownType::kQuery ? ReceiveQuery(message) : Status();
+}
+
+/// Who reports may be no member of the set.
+void StallMonitor::Read(const DownMessage& report) {
+  const bool is_own = LevelOfNumber(report.number) == node_.sets.depth();
+  if (!is_own && std::ranges::find(report.ranks, node_.options.rank) == report.ranks.end()) return;
+  std::istringstream lines(report.text);
+  for (std::string line; std::getline(lines, line);) node_.listener.OnReport(line);
+  listener_.OnStallReported();
 }
 
 /// The key may be new here: votes wait below until all ranks of a branch have voted, stalls do not.
@@ -168,7 +186,7 @@ void StallMonitor::Stall(KeyId id) {
     return;
   }
   // Ready: it waits for the window, not for a rank; who waits learns that it was heard.
-  if (key.round.sent) return decider_.AskAbout(id);
+  if (key.round.sent) return AskAbout(id);
   stalled_.push_back({id, key.closed, node_.now_ns - node_.options.stall_ns, node_.now_ns});
   AskStalled();
 }
@@ -189,11 +207,20 @@ void StallMonitor::AskStalled() {
     if (!is_due || until_ns < stalled.next_ns) continue;
     // Not again while this query runs; Publish sets the next time.
     stalled.next_ns = kNever;
-    decider_.AskAbout(stalled.key);
+    AskAbout(stalled.key);
   }
 }
 
-Status StallMonitor::ApplyQuery(const DownMessage& message) {
+void StallMonitor::AskAbout(KeyId id) {
+  DownMessage query;
+  query.type = DownType::kQuery;
+  query.key = node_.keys.At(id).name;
+  query.set = query.key.set;
+  decider_.Send(std::move(query));
+}
+
+/// It is closed at once where no branch is asked.
+Status StallMonitor::ReceiveQuery(const DownMessage& message) {
   const SetState* found = node_.sets.Find(message.set);
   if (found == nullptr || !found->live || message.key.set != message.set) {
     return Internal("protocol: a query about " + Describe(message.key) + " in process set number " +
@@ -219,20 +246,22 @@ Status StallMonitor::ApplyQuery(const DownMessage& message) {
     --query.awaited;
   }
   queries_.push_back(std::move(query));
+  CloseQueries(false);
   return {};
 }
 
 /// Who waits for another operation is no riddle.
 bool StallMonitor::AsksActivity(const Key& key) {
   const bool is_missing = !key.pending && !node_.sets.Joined(node_.options.rank);
-  return is_missing && !node_.listener.IsBlocked() && node_.listener.AskActivity();
+  return is_missing && !node_.listener.IsBlocked() &&
+         listener_.AskActivity(node_.listener.CallerIds(), node_.now_ns);
 }
 
 /// As soon as it is known what this rank does, or at the latest time without it.
 void StallMonitor::AnswerOwn() {
   for (Query& query : queries_) {
     if (query.own_due_ns == kNever) continue;
-    const std::optional<Activity> doing = node_.listener.FindActivity();
+    const std::optional<Activity> doing = listener_.FindActivity(node_.now_ns);
     if (!doing && node_.now_ns < query.own_due_ns) continue;
     Answer answer = OwnAnswer(node_.keys.At(query.key));
     if (doing && !answer.pending) answer.doing = *doing;
@@ -378,9 +407,17 @@ void StallMonitor::ReportStalls() {
   }
   gathered_.clear();
   if (stalls.empty()) return;
-  const std::vector<std::string> lines = node_.listener.OnStalls(stalls);
-  if (!lines.empty()) decider_.Report(lines, {ranks.begin(), ranks.end()});
+  const std::vector<std::string> lines = listener_.OnStalls(stalls, node_.now_ns);
+  if (!lines.empty()) Report(lines, ranks);
   if (!final_stalls.empty()) ShutDownFor(final_stalls);
+}
+
+void StallMonitor::Report(const std::vector<std::string>& lines, const std::set<int32_t>& ranks) {
+  DownMessage report;
+  report.type = DownType::kReport;
+  for (const std::string& line : lines) report.text += (report.text.empty() ? "" : "\n") + line;
+  report.ranks.assign(ranks.begin(), ranks.end());
+  decider_.Send(std::move(report));
 }
 
 void StallMonitor::ShutDownFor(const std::vector<StallFacts>& stalls) {

@@ -1,4 +1,4 @@
-#include "coordinator/protocol/stall_report.h"
+#include "coordinator/diagnosis/stall_report.h"
 
 #include <algorithm>
 #include <charconv>

@@ -1,22 +1,22 @@
 // Stalls: who waits for whom, asked of every member and reported by the node that decides for the
 // set. Nothing agreed changes.
 //
-// Thread safety: none; one holder of the engine lock at a time. Internal to the negotiation.
+// Thread safety: none; one holder of the engine lock at a time.
 #pragma once
 
 #include <cstdint>
 #include <deque>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "coordinator/diagnosis/detectors.h"
+#include "coordinator/protocol/decider.h"
 #include "coordinator/protocol/node_state.h"
-#include "coordinator/protocol/stall_report.h"
 #include "core/clock.h"
 
 namespace farandole {
-
-class Decider;
 
 /// A key that waits too long goes up as a Stall, to where its set is decided for; there `decider`
 /// sends a query about it down; the answers come up, added together on the way; what stalls at
@@ -25,33 +25,22 @@ class Decider;
 /// ends the job when it has waited so long.
 ///
 /// Invariant: a query is closed once, when all branches asked have answered or at its deadline.
-/// Lifetime: `node` and `decider` outlive its last call; `decider` need not exist before the first.
-class StallMonitor {
+class StallMonitor final : public NegotiationObserver {
  public:
-  StallMonitor(NodeState& node, Decider& decider) : node_(node), decider_(decider) {}
+  StallMonitor(NodeState& node, Decider& decider, DetectorListener& listener)
+      : node_(node), decider_(decider), listener_(listener) {}
   StallMonitor(const StallMonitor&) = delete;
   StallMonitor& operator=(const StallMonitor&) = delete;
 
-  /// This rank has submitted the key, now.
-  void OnSubmitted(KeyId id);
-  /// Reports and deadlines that are due. @return when the next one is, or kNever.
-  int64_t Tick();
-  Status ReceiveStall(const UpMessage& message);
-  Status ReceiveAnswers(int child, const UpMessage& message);
-
-  /// A query, to be forwarded next.
-  Status ApplyQuery(const DownMessage& message);
-  /// Sends on, or publishes, what all have answered.
-  void CloseAnswered() { CloseQueries(false); }
-  /// The set's keys are about to be released.
-  void OnSetEnded(const SetState& set);
-  void OnKeyReleased(KeyId id);
-
-  /// A stall of the key is being looked into.
-  bool Knows(KeyId id) const;
-
-  /// Somebody has to be asked, or to answer.
-  bool Busy() const { return !queries_.empty() || !stalled_.empty(); }
+  void OnSubmitted(KeyId id) override;
+  void OnSetEnded(const SetState& set) override;
+  void OnKeyReleased(KeyId id) override;
+  Status ReceiveUp(int child, const UpMessage& message) override;
+  Status ReceiveDown(const DownMessage& message) override;
+  int64_t Tick() override;
+  int64_t due_ns() const override { return kNever; }
+  bool Knows(KeyId id) const override;
+  bool Busy() const override { return !queries_.empty() || !stalled_.empty(); }
 
  private:
   struct Query {
@@ -71,6 +60,12 @@ class StallMonitor {
     int64_t next_ns = 0;   // of the next query; kNever while one runs
   };
 
+  Status ReceiveStall(const UpMessage& message);
+  Status ReceiveAnswers(int child, const UpMessage& message);
+  Status ReceiveQuery(const DownMessage& message);
+  void AskAbout(KeyId id);
+  void Report(const std::vector<std::string>& lines, const std::set<int32_t>& ranks);
+  void Read(const DownMessage& report);
   void ReportOwnStalls();
   void ForgetHeard();
   void ReportUnheard();
@@ -91,6 +86,7 @@ class StallMonitor {
 
   NodeState& node_;
   Decider& decider_;
+  DetectorListener& listener_;
   int64_t next_scan_ns_ = kNever;
   KeyId last_key_ = 0;          // of this rank's last submission
   std::string last_submitted_;  // as text, if that key is released
