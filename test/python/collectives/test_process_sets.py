@@ -92,39 +92,23 @@ def test_a_rank_outside_is_refused_before_anybody_waits():
     assert run_threads(4, body) == [2.0] * 4
 
 
-def test_a_set_that_is_not_registered_is_refused():
-    def body(_rank):
-        for unknown in (fl.ProcessSet([0]), object()):
+def test_what_is_not_registered_or_registered_twice_is_refused_and_ranks_that_add_other_sets_are_told():
+    def body(rank):
+        removed = fl.add_process_set([0])
+        fl.remove_process_set(removed)
+        for unknown in (fl.ProcessSet([0]), object(), removed):
             with pytest.raises(TypeError, match="does not exist, or has not been registered"):
                 fl.allreduce(np.ones(1), process_set=unknown)
-        mine = fl.add_process_set([0])
-        fl.remove_process_set(mine)
-        with pytest.raises(TypeError, match="does not exist, or has not been registered"):
-            fl.allreduce(np.ones(1), process_set=mine)
-        assert mine.size() is None and mine.rank() is None
-        return fl.allreduce(np.ones(1)).item()
-
-    assert run_threads(2, body) == [1.0, 1.0]
-
-
-def test_the_same_ranks_twice_are_refused_on_all_ranks():
-    def body(_rank):
+        assert removed.size() is None and removed.rank() is None
         first = fl.add_process_set([1, 0, 2])
         for again in ([0, 1, 2], first):
             with pytest.raises(ValueError, match="already|the same ranks"):
                 fl.add_process_set(again)
-        return fl.allreduce(np.ones(1)).item()
-
-    assert run_threads(4, body) == [1.0] * 4
-
-
-def test_ranks_that_add_other_sets_are_told():
-    def body(rank):
         with pytest.raises(fl.MismatchError):
             fl.add_process_set([rank])
-        return fl.add_process_set([1]).process_set_id
+        return fl.add_process_set([1]).process_set_id, fl.allreduce(np.ones(1)).item()
 
-    assert run_threads(2, body) == [1, 1]
+    assert run_threads(4, body) == [(2, 1.0)] * 4
 
 
 def test_what_waits_in_a_set_ends_when_it_is_removed_and_does_not_hold_others_up():
@@ -187,27 +171,41 @@ def test_sets_are_registered_at_init():
     assert told[1].split("\n") == ["[1, 2]", "1", "[None, None]", "False", "2", "True"]
 
 
+#: Sets that ranks pass -> the error of all.
+DISUNITED = {
+    "[fl.ProcessSet(half), fl.ProcessSet(half.Dup())]": "ValueError .*[0, 2] is a duplicate: rank 0 ",
+    "[fl.ProcessSet(half)] + [fl.ProcessSet([0, 2])] * (world.rank == 2)": "ValueError .*: rank 2 passed 2",
+    "[fl.ProcessSet(world.Dup())]": "ValueError .*global process set",
+    "[fl.ProcessSet([world.rank])]": "MismatchError .*[0] was passed by ranks [0], but not by ranks [1, 2]",
+    "[fl.ProcessSet(half)] * (world.rank != 2)": "MismatchError .*[0, 2] .* not by ranks [2]",
+}
+
+
 @pytest.mark.mpi
-def test_a_set_is_made_of_a_communicator():
+def test_sets_are_made_of_communicators_and_those_that_cannot_be_united_are_refused_on_all_ranks():
     pytest.importorskip("mpi4py")
-    told = run_mpi(
-        3,
-        """
+    script = """
         from mpi4py import MPI
         import numpy as np
         import farandole as fl
-        rank = MPI.COMM_WORLD.Get_rank()
-        odd_and_even = MPI.COMM_WORLD.Split(rank % 2, -rank)
-        even = fl.ProcessSet(MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl([2, 0]))
-                             if rank != 1 else [0, 2])
-        fl.init(comm=MPI.COMM_WORLD, process_sets=[even])
+        world = MPI.COMM_WORLD
+        half = world.Split(world.rank % 2)
+        for sets in DISUNITED:
+            try:
+                fl.init(process_sets=eval(sets))
+            except (ValueError, fl.MismatchError) as error:
+                tell(f"{type(error).__name__} {error}".replace("\\n", " "))
+        group = world.Get_group().Incl([2, 0])
+        even = fl.ProcessSet(world.Create_group(group) if world.rank != 1 else [0, 2])
+        fl.init(comm=world, process_sets=[even])
         tell((even.ranks, even.process_set_id))
-        tell(rank == 1 or fl.allreduce(np.ones(1), op=fl.Sum, process_set=even).item())
-        """,
-    )
-    assert [text.split("\n") for text in told] == [
-        ["([0, 2], 1)", "2.0"], ["([0, 2], 1)", "True"], ["([0, 2], 1)", "2.0"],
-    ]  # fmt: skip
+        tell(world.rank == 1 or fl.allreduce(np.ones(1), op=fl.Sum, process_set=even).item())
+        """
+    for rank, text in enumerate(run_mpi(3, script.replace("DISUNITED", repr(list(DISUNITED))))):
+        *errors, made, result = text.split("\n")
+        for error, expected in zip(errors, DISUNITED.values(), strict=True):
+            assert re.match(expected.replace("[", "\\[").replace("]", "\\]"), error), error
+        assert (made, result) == ("([0, 2], 1)", "True" if rank == 1 else "2.0")
 
 
 @pytest.mark.mpi
@@ -235,37 +233,6 @@ def test_ranks_pass_the_communicators_that_they_are_in():
     known = "{1: [0, 2], 2: [1, 3], 3: [0], 4: [1, 2, 3]}"
     even, odd = [known, "(1, [0, 2], 3)", "2"], [known, "(2, [1, 3], 3)", "4"]
     assert [text.split("\n") for text in told] == [even, odd, even, odd]
-
-
-@pytest.mark.mpi
-@pytest.mark.once
-@pytest.mark.parametrize(
-    ("sets", "expected"),
-    [
-        ("[fl.ProcessSet(half), fl.ProcessSet(half.Dup())]", "ValueError .*[0, 2] is a duplicate: rank 0 "),
-        ("[fl.ProcessSet(half)] + [fl.ProcessSet([0, 2])] * (world.rank == 2)", "ValueError .*: rank 2 passed 2"),
-        ("[fl.ProcessSet(world.Dup())]", "ValueError .*global process set"),
-        ("[fl.ProcessSet([world.rank])]", "MismatchError .*[0] was passed by ranks [0], but not by ranks [1, 2]"),
-        ("[fl.ProcessSet(half)] * (world.rank != 2)", "MismatchError .*[0, 2] .* not by ranks [2]"),
-    ],
-)  # fmt: skip
-def test_sets_that_cannot_be_united_are_refused_on_all_ranks(sets, expected):
-    pytest.importorskip("mpi4py")
-    told = run_mpi(
-        3,
-        f"""
-        from mpi4py import MPI
-        import farandole as fl
-        world = MPI.COMM_WORLD
-        half = world.Split(world.rank % 2)
-        try:
-            fl.init(process_sets={sets})
-        except (ValueError, fl.MismatchError) as error:
-            tell(f"{{type(error).__name__}} {{error}}")
-        """,
-    )
-    pattern = expected.replace("[", "\\[").replace("]", "\\]")
-    assert all(re.match(pattern, text) for text in told), told
 
 
 @pytest.mark.parametrize("complete", ["backward", "step"])
