@@ -13,7 +13,7 @@ import torch
 
 import farandole.torch as fl
 from models import Halved
-from ranks import run_threads
+from ranks import on_threads, run_threads
 
 SIZE = 3
 
@@ -178,26 +178,24 @@ def test_a_gradient_of_a_gradient_is_a_collective_too():
     run_threads(SIZE, body)
 
 
-def test_results_have_a_graph_where_blocking_inputs_do_and_in_place_writes_are_seen():
-    def body(rank):
-        mine = input_of(rank)
-        with torch.no_grad():
-            assert not fl.allreduce(mine).requires_grad
-        assert not fl.allgather(mine.detach()).requires_grad
-        assert not fl.synchronize(fl.broadcast_async(mine, 0)).requires_grad
-        loss = (torch.ones(2, requires_grad=True) * rank).sum()
-        mean = fl.allreduce(loss, name="barrier")
-        assert mean.item() == 1.0 and mean.requires_grad and mean.shape == ()
-        assert not fl.synchronize(fl.allreduce_async(loss)).requires_grad
-        assert loss.item() == 2.0 * rank
-        y = torch.ones(3, requires_grad=True) * 2
-        loss, before = (y * y).sum(), y._version
-        with torch.no_grad():
-            fl.allreduce_(y)
-        assert y._version > before
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-        weight = torch.nn.Parameter(torch.full((2,), float(rank)))
-        assert fl.broadcast_(weight, 1) is weight and weight.tolist() == [1, 1]
-
-    run_threads(2, body)
+@on_threads(2)
+def test_results_have_a_graph_where_blocking_inputs_do_and_in_place_writes_are_seen(rank):
+    mine = input_of(rank)
+    with torch.no_grad():
+        assert not fl.allreduce(mine).requires_grad
+    assert not fl.allgather(mine.detach()).requires_grad
+    assert not fl.synchronize(fl.broadcast_async(mine, 0)).requires_grad
+    loss = (torch.ones(2, requires_grad=True) * rank).sum()
+    mean = fl.allreduce(loss, name="barrier")
+    assert mean.item() == 1.0 and mean.requires_grad and mean.shape == ()
+    assert not fl.synchronize(fl.allreduce_async(loss)).requires_grad
+    assert loss.item() == 2.0 * rank
+    y = torch.ones(3, requires_grad=True) * 2
+    loss, before = (y * y).sum(), y._version
+    with torch.no_grad():
+        fl.allreduce_(y)
+    assert y._version > before
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    weight = torch.nn.Parameter(torch.full((2,), float(rank)))
+    assert fl.broadcast_(weight, 1) is weight and weight.tolist() == [1, 1]

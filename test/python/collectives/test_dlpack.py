@@ -13,7 +13,7 @@ import farandole as fl
 from fake_gpu import needs_fake_gpu, pose
 from farandole import _core
 from operations import CASES, Numpy, check
-from ranks import run_threads
+from ranks import on_threads, run_threads
 
 
 class Frozen:
@@ -44,14 +44,12 @@ class OfFrozen(Numpy):
         return Frozen(np.array(values).astype(dtype))
 
 
-def test_immutable_arrays_give_new_ones_of_their_kind():
-    def body(rank):
-        check(OfFrozen(), rank, 2, [case for case in CASES if not case.is_strided], ["float64"])
-        for change in (fl.allreduce_, lambda array: fl.broadcast_(array, 0)):
-            with pytest.raises(TypeError, match="may be changed in place"):
-                change(Frozen([1.0]))
-
-    run_threads(2, body)
+@on_threads(2)
+def test_immutable_arrays_give_new_ones_of_their_kind(rank):
+    check(OfFrozen(), rank, 2, [case for case in CASES if not case.is_strided], ["float64"])
+    for change in (fl.allreduce_, lambda array: fl.broadcast_(array, 0)):
+        with pytest.raises(TypeError, match="may be changed in place"):
+            change(Frozen([1.0]))
 
 
 class Plain(Frozen):

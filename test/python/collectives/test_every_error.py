@@ -11,7 +11,7 @@ import torch
 
 import farandole as fl
 import farandole.torch as flt
-from ranks import run_threads
+from ranks import on_threads, run_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:average= is deprecated")
 
@@ -340,12 +340,10 @@ def test_of_three_ranks_the_odd_one_is_told():
     assert len(set(texts)) == 1 and "ranks 0, 1 called allreduce, rank 2 called allgather" in texts[0], texts
 
 
-def test_a_name_serves_one_collective_after_another():
-    def body(rank):
-        for _, call in itertools.product(range(4), [*CALLS.values(), *FORMS.values()]):
-            call("k")
-
-    run_threads(2, body)
+@on_threads(2)
+def test_a_name_serves_one_collective_after_another(rank):
+    for _, call in itertools.product(range(4), [*CALLS.values(), *FORMS.values()]):
+        call("k")
 
 
 def test_a_name_in_flight_is_refused_on_its_rank_for_any_collective_and_the_first_goes_on():

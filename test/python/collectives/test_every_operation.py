@@ -15,7 +15,7 @@ import farandole as fl
 import farandole.torch as flt
 from models import Halved
 from operations import MOVED, PAIRS, REDUCED, Numpy, Torch, check
-from ranks import run_threads
+from ranks import on_threads, run_threads
 
 LIBRARIES = pytest.mark.parametrize("library", [Numpy(), Torch()], ids=["numpy", "torch"])
 
@@ -200,38 +200,34 @@ def test_compression_rounds_to_the_wire_leaves_other_dtypes_alone_or_calls_the_u
 
 
 @pytest.mark.parametrize("of_a_pair", [False, True])
-def test_factors_given_as_tensors_are_read_at_the_call(of_a_pair):
-    def body(rank):
-        group = fl.add_process_set([0, 1]) if of_a_pair else fl.global_process_set
-        if of_a_pair and rank == 2:
-            return
-        factor, one = torch.tensor(2.0), torch.ones(1)
-        for expected in (2, 4, 8):
-            for factors in ({"prescale_factor": factor}, {"postscale_factor": factor}):
-                for call in (flt.allreduce, fl.allreduce):
-                    assert call(one, process_set=group, **factors).item() == expected
-                assert set(flt.reducescatter(torch.ones(3), process_set=group, **factors).tolist()) == {expected}
-            factor.mul_(2)
-
-    run_threads(3, body)
+@on_threads(3)
+def test_factors_given_as_tensors_are_read_at_the_call(rank, of_a_pair):
+    group = fl.add_process_set([0, 1]) if of_a_pair else fl.global_process_set
+    if of_a_pair and rank == 2:
+        return
+    factor, one = torch.tensor(2.0), torch.ones(1)
+    for expected in (2, 4, 8):
+        for factors in ({"prescale_factor": factor}, {"postscale_factor": factor}):
+            for call in (flt.allreduce, fl.allreduce):
+                assert call(one, process_set=group, **factors).item() == expected
+            assert set(flt.reducescatter(torch.ones(3), process_set=group, **factors).tolist()) == {expected}
+        factor.mul_(2)
 
 
 # Tensors of a layout of their own.
 
 
-def test_ranks_may_hold_the_same_tensor_in_different_layouts():
-    def body(rank):
-        values = torch.arange(120.0).reshape(2, 3, 4, 5) + rank
-        of_last = values.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)
-        mine = [values, values.contiguous(memory_format=torch.channels_last), of_last][rank]
-        expected = 3 * torch.arange(120.0).reshape(2, 3, 4, 5) + 3
-        assert torch.equal(flt.allreduce(mine, op=fl.Sum), expected)
-        assert flt.allreduce_(mine, op=fl.Sum) is mine and torch.equal(mine, expected)
-        rows = torch.zeros(4, 3)
-        flt.broadcast_(rows[:, 1].fill_(rank), 2)
-        assert rows.sum(0).tolist() == [0, 8, 0]
-
-    run_threads(3, body)
+@on_threads(3)
+def test_ranks_may_hold_the_same_tensor_in_different_layouts(rank):
+    values = torch.arange(120.0).reshape(2, 3, 4, 5) + rank
+    of_last = values.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)
+    mine = [values, values.contiguous(memory_format=torch.channels_last), of_last][rank]
+    expected = 3 * torch.arange(120.0).reshape(2, 3, 4, 5) + 3
+    assert torch.equal(flt.allreduce(mine, op=fl.Sum), expected)
+    assert flt.allreduce_(mine, op=fl.Sum) is mine and torch.equal(mine, expected)
+    rows = torch.zeros(4, 3)
+    flt.broadcast_(rows[:, 1].fill_(rank), 2)
+    assert rows.sum(0).tolist() == [0, 8, 0]
 
 
 def test_lazily_conjugated_tensors_travel_by_value():
@@ -278,13 +274,11 @@ class Sharded(torch.Tensor):
     flt.allreduce, flt.allreduce_, lambda x: flt.grouped_allreduce([torch.ones(2), x]), flt.allgather,
     lambda x: flt.broadcast_(x, 1), flt.reducescatter, fl.allreduce,
 ])  # fmt: skip
-def test_a_tensor_without_memory_of_its_own_is_refused_by_its_type(call):
-    def body(rank):
-        with pytest.raises(TypeError, match=r"Sharded of shape \[4, 3\] has no memory of its own"):
-            call(Sharded(torch.ones(2, 3)))
-        assert flt.allreduce(torch.ones(1)).item() == 1.0
-
-    run_threads(2, body)
+@on_threads(2)
+def test_a_tensor_without_memory_of_its_own_is_refused_by_its_type(rank, call):
+    with pytest.raises(TypeError, match=r"Sharded of shape \[4, 3\] has no memory of its own"):
+        call(Sharded(torch.ones(2, 3)))
+    assert flt.allreduce(torch.ones(1)).item() == 1.0
 
 
 # Arrays of NumPy and of whatever has memory.
@@ -308,33 +302,29 @@ def test_a_result_is_of_the_subclass_of_its_array():
     assert run_threads(2, body) == [[[[3], [3]], [[1], [2]], [[2], [2]]]] * 2
 
 
-def test_in_place_refuses_memory_it_cannot_write_and_says_why():
-    def body(rank):
-        frozen = np.zeros(3)
-        frozen.flags.writeable = False
-        with pytest.raises(ValueError, match=r"shape \(3,\).*writable: False.*allreduce returns"):
-            fl.allreduce_(frozen)
-        with pytest.raises(ValueError, match=r"strides \(8, 24\).*C-contiguous: False"):
-            fl.broadcast_(np.zeros((2, 3)).T.copy(order="F")[:, :].T.T, 0)
-
-    run_threads(1, body)
+@on_threads(1)
+def test_in_place_refuses_memory_it_cannot_write_and_says_why(rank):
+    frozen = np.zeros(3)
+    frozen.flags.writeable = False
+    with pytest.raises(ValueError, match=r"shape \(3,\).*writable: False.*allreduce returns"):
+        fl.allreduce_(frozen)
+    with pytest.raises(ValueError, match=r"strides \(8, 24\).*C-contiguous: False"):
+        fl.broadcast_(np.zeros((2, 3)).T.copy(order="F")[:, :].T.T, 0)
 
 
-def test_buffers_and_dlpack_tensors_are_reduced_in_their_own_memory():
-    def body(rank):
-        buffer, raw = array.array("d", [rank, 2 * rank]), bytearray([rank, 5])
-        assert fl.allreduce_(buffer, op=fl.Sum) is buffer and buffer.tolist() == [1.0, 2.0]
-        fl.broadcast_(raw, 0)
-        assert raw == bytearray([0, 5])
-        place = array.array("f", [0.0] * 2)
-        fl.allgather(array.array("f", [rank + 1.0]), out=place)
-        assert place.tolist() == [1.0, 2.0]
-        tensor = torch.full((2,), float(rank))
-        assert fl.allreduce(tensor, op=fl.Sum).tolist() == [1.0, 1.0]
-        fl.allreduce_(tensor, op=fl.Sum)
-        assert tensor.tolist() == [1.0, 1.0]
-
-    run_threads(2, body)
+@on_threads(2)
+def test_buffers_and_dlpack_tensors_are_reduced_in_their_own_memory(rank):
+    buffer, raw = array.array("d", [rank, 2 * rank]), bytearray([rank, 5])
+    assert fl.allreduce_(buffer, op=fl.Sum) is buffer and buffer.tolist() == [1.0, 2.0]
+    fl.broadcast_(raw, 0)
+    assert raw == bytearray([0, 5])
+    place = array.array("f", [0.0] * 2)
+    fl.allgather(array.array("f", [rank + 1.0]), out=place)
+    assert place.tolist() == [1.0, 2.0]
+    tensor = torch.full((2,), float(rank))
+    assert fl.allreduce(tensor, op=fl.Sum).tolist() == [1.0, 1.0]
+    fl.allreduce_(tensor, op=fl.Sum)
+    assert tensor.tolist() == [1.0, 1.0]
 
 
 def test_importing_the_package_imports_no_framework():
@@ -345,24 +335,22 @@ def test_importing_the_package_imports_no_framework():
 # Models.
 
 
-def test_broadcast_parameters_takes_state_dicts_pairs_and_lists():
-    def body(rank):
-        model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.BatchNorm2d(3))
-        model.to(memory_format=torch.channels_last)
-        with torch.no_grad():
-            for tensor in model.state_dict().values():
-                tensor.fill_(rank + 1)
-        flt.broadcast_parameters(model.state_dict(), root_rank=1)
-        assert {float(v) for t in model.state_dict().values() for v in t.flatten()} == {2.0}
-        with torch.no_grad():
-            model[0].weight.fill_(rank)
-        flt.broadcast_parameters(model.named_parameters())
-        assert model[0].weight.unique().tolist() == [0.0]
-        tensors = [torch.full((2,), rank), torch.tensor(rank), torch.empty(0)]
-        flt.broadcast_parameters(tensors, 1)
-        assert tensors[0].tolist() == [1, 1] and tensors[1].item() == 1
-
-    run_threads(2, body)
+@on_threads(2)
+def test_broadcast_parameters_takes_state_dicts_pairs_and_lists(rank):
+    model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.BatchNorm2d(3))
+    model.to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.fill_(rank + 1)
+    flt.broadcast_parameters(model.state_dict(), root_rank=1)
+    assert {float(v) for t in model.state_dict().values() for v in t.flatten()} == {2.0}
+    with torch.no_grad():
+        model[0].weight.fill_(rank)
+    flt.broadcast_parameters(model.named_parameters())
+    assert model[0].weight.unique().tolist() == [0.0]
+    tensors = [torch.full((2,), rank), torch.tensor(rank), torch.empty(0)]
+    flt.broadcast_parameters(tensors, 1)
+    assert tensors[0].tolist() == [1, 1] and tensors[1].item() == 1
 
 
 @pytest.mark.parametrize("other", [{"w": torch.ones(3)}, {"v": torch.ones(2)}, {"w": torch.ones(2).double()}])
@@ -430,14 +418,12 @@ def test_other_rows_than_out_has_are_an_error_on_that_rank_alone():
     assert run_threads(2, body) == [2, 2]
 
 
-def test_out_is_written_as_autograd_notices_also_where_gradients_are_off():
-    def body(rank):
-        weight, out = torch.ones(2, 2, requires_grad=True), torch.empty(2, 2)
-        for call in (flt.allgather, flt.reducescatter, flt.alltoall):
-            with torch.no_grad():
-                assert call(weight, out=out) is out
-        before = out._version
-        flt.allgather(torch.ones(2, 2), out=out)
-        assert out._version > before
-
-    run_threads(1, body)
+@on_threads(1)
+def test_out_is_written_as_autograd_notices_also_where_gradients_are_off(rank):
+    weight, out = torch.ones(2, 2, requires_grad=True), torch.empty(2, 2)
+    for call in (flt.allgather, flt.reducescatter, flt.alltoall):
+        with torch.no_grad():
+            assert call(weight, out=out) is out
+    before = out._version
+    flt.allgather(torch.ones(2, 2), out=out)
+    assert out._version > before

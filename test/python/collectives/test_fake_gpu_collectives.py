@@ -18,7 +18,7 @@ from fake_gpu import NCCL, FakeGpu, late, needs_fake_gpu, pose, reading
 from farandole import _core, _libraries, basics, ops
 from farandole.torch import _codecs, distributed
 from operations import CASES, Numpy, Torch, check, named
-from ranks import run_threads
+from ranks import on_threads, run_threads
 
 
 @pytest.fixture(params=[False, True], ids=["own GPUs", "one GPU"])
@@ -76,19 +76,17 @@ def finished(handle):
 
 @needs_fake_gpu
 @pytest.mark.parametrize("kinds", [["allreduce"], ["alltoall", "reducescatter", "allgather"]], ids=str)
-def test_synchronize_makes_the_current_stream_wait_and_the_host_go_on(gpus, kinds):
-    def body(rank):
-        gpu = gpus.mine
-        handles = [STARTS[kind][0](late(gpu, torch.full((2,), rank + 1.0))) for kind in kinds]
-        with gpu.using(gpu.new_stream()):
-            gpu.hold()
-            results = [finished(handle) for handle in handles]  # which live until they are read
-            seen = [gpu.begin_reading(result) for result in results]
-            gpu.release()
-            gpu.synchronize(gpu.stream())
-        assert [one.tolist() for one in seen] == [STARTS[kind][1](rank) for kind in kinds]
-
-    run_threads(2, body)
+@on_threads(2)
+def test_synchronize_makes_the_current_stream_wait_and_the_host_go_on(rank, gpus, kinds):
+    gpu = gpus.mine
+    handles = [STARTS[kind][0](late(gpu, torch.full((2,), rank + 1.0))) for kind in kinds]
+    with gpu.using(gpu.new_stream()):
+        gpu.hold()
+        results = [finished(handle) for handle in handles]  # which live until they are read
+        seen = [gpu.begin_reading(result) for result in results]
+        gpu.release()
+        gpu.synchronize(gpu.stream())
+    assert [one.tolist() for one in seen] == [STARTS[kind][1](rank) for kind in kinds]
 
 
 @needs_fake_gpu

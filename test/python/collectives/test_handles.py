@@ -12,7 +12,7 @@ import torch
 import farandole as fl
 import farandole.torch as flt
 from farandole import _libraries, basics
-from ranks import run_threads
+from ranks import on_threads, run_threads
 
 KINDS = {  # by kind: a call whose result on 2 ranks is that of the function that follows, of (a number, rank)
     "allreduce": (lambda o, x, k: o.allreduce_async(x, name=k), lambda i, r: [i, i]),
@@ -76,22 +76,18 @@ def test_a_handle_that_is_polled_tells_whether_its_operation_is_done(kind):
 
 
 @kinds
-def test_more_unnamed_operations_in_flight_than_there_are_slots(kind):
-    def body(rank):
-        handles = [KINDS[kind][0](fl, np.full(2, i), None) for i in range(600)]
-        assert [values_of(kind, handle) for handle in handles] == [KINDS[kind][1](i, rank) for i in range(600)]
-
-    run_threads(2, body)
+@on_threads(2)
+def test_more_unnamed_operations_in_flight_than_there_are_slots(rank, kind):
+    handles = [KINDS[kind][0](fl, np.full(2, i), None) for i in range(600)]
+    assert [values_of(kind, handle) for handle in handles] == [KINDS[kind][1](i, rank) for i in range(600)]
 
 
-def test_many_operations_of_all_sizes_are_started_in_another_order_on_each_rank():
-    def body(rank):
-        order = np.random.default_rng(rank).permutation(200).tolist()
-        handles = {i: fl.allreduce_async(np.full(i, float(rank + i)), name=f"x{i}", op=fl.Sum) for i in order}
-        for i in reversed(range(200)):
-            assert fl.synchronize(handles[i]).tolist() == [2.0 * i + 1] * i
-
-    run_threads(2, body)
+@on_threads(2)
+def test_many_operations_of_all_sizes_are_started_in_another_order_on_each_rank(rank):
+    order = np.random.default_rng(rank).permutation(200).tolist()
+    handles = {i: fl.allreduce_async(np.full(i, float(rank + i)), name=f"x{i}", op=fl.Sum) for i in order}
+    for i in reversed(range(200)):
+        assert fl.synchronize(handles[i]).tolist() == [2.0 * i + 1] * i
 
 
 def test_dropped_handles_keep_their_memory_until_the_operation_is_done_and_then_let_it_go():
@@ -143,13 +139,11 @@ def test_before_init_operations_and_questions_are_refused(frontend):
 # What others do meanwhile.
 
 
-def test_after_a_rank_has_left_the_others_are_told_which():
-    def body(rank):
-        for _ in range(0 if rank == 1 else 2):
-            with pytest.raises(fl.AbortedError, match="rank 1"):
-                fl.allreduce(np.ones(2))
-
-    run_threads(2, body)
+@on_threads(2)
+def test_after_a_rank_has_left_the_others_are_told_which(rank):
+    for _ in range(0 if rank == 1 else 2):
+        with pytest.raises(fl.AbortedError, match="rank 1"):
+            fl.allreduce(np.ones(2))
 
 
 @kinds
@@ -326,14 +320,12 @@ def test_a_steady_gather_takes_as_many_messages_as_an_allreduce(monkeypatch):
         assert gathers["control_bytes_sent"] == reductions["control_bytes_sent"]
 
 
-def test_zero_grad_with_gradients_in_flight_is_an_assertion_and_step_works_after_it():
-    def body(rank):
-        p = torch.nn.Parameter(torch.ones(2))
-        optimizer = flt.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), complete="step")
-        (p * rank).sum().backward()
-        with pytest.raises(AssertionError, match="zero_grad"):
-            optimizer.zero_grad()
-        optimizer.step()
-        assert p.tolist() == [0.5, 0.5]
-
-    run_threads(2, body)
+@on_threads(2)
+def test_zero_grad_with_gradients_in_flight_is_an_assertion_and_step_works_after_it(rank):
+    p = torch.nn.Parameter(torch.ones(2))
+    optimizer = flt.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), complete="step")
+    (p * rank).sum().backward()
+    with pytest.raises(AssertionError, match="zero_grad"):
+        optimizer.zero_grad()
+    optimizer.step()
+    assert p.tolist() == [0.5, 0.5]

@@ -8,43 +8,39 @@ import torch
 from torch import nn
 
 import farandole.torch as fl
-from ranks import run_forked, run_threads
+from ranks import on_threads, run_forked, run_threads
 
 Pair = collections.namedtuple("Pair", "left right")
 
 
-def test_a_tree_of_anything_keeps_its_structure():
-    def body(rank):
-        tree = {
-            "weights": [torch.full((2, 2), float(rank)), (torch.tensor(rank), 0.5 + rank)],
-            "pair": Pair(rank, None),
-            "ordered": collections.OrderedDict(b=torch.ones(0), a=True),
-        }
-        got = fl.allreduce_tree(tree, op=fl.Sum)
-        assert tree["weights"][0].eq(rank).all()
-        assert got["weights"][0].tolist() == [[3.0, 3.0]] * 2
-        assert got["weights"][1][0].tolist() == 3 and got["weights"][1][0].dtype == torch.int64
-        assert got["weights"][1][1] == 4.5 and type(got["weights"][1]) is tuple
-        assert got["pair"] == Pair(3.0, None)
-        assert type(got["ordered"]) is collections.OrderedDict
-        assert list(got["ordered"]) == ["b", "a"] and got["ordered"]["a"] == 3.0
-        assert got["ordered"]["b"].shape == (0,)
-
-    run_threads(3, body)
+@on_threads(3)
+def test_a_tree_of_anything_keeps_its_structure(rank):
+    tree = {
+        "weights": [torch.full((2, 2), float(rank)), (torch.tensor(rank), 0.5 + rank)],
+        "pair": Pair(rank, None),
+        "ordered": collections.OrderedDict(b=torch.ones(0), a=True),
+    }
+    got = fl.allreduce_tree(tree, op=fl.Sum)
+    assert tree["weights"][0].eq(rank).all()
+    assert got["weights"][0].tolist() == [[3.0, 3.0]] * 2
+    assert got["weights"][1][0].tolist() == 3 and got["weights"][1][0].dtype == torch.int64
+    assert got["weights"][1][1] == 4.5 and type(got["weights"][1]) is tuple
+    assert got["pair"] == Pair(3.0, None)
+    assert type(got["ordered"]) is collections.OrderedDict
+    assert list(got["ordered"]) == ["b", "a"] and got["ordered"]["a"] == 3.0
+    assert got["ordered"]["b"].shape == (0,)
 
 
-def test_a_tree_is_one_operation_with_allreduces_options_and_an_empty_one_is_none():
-    def body(rank):
-        before = fl.counters()["batches"]
-        fl.allreduce_tree({str(i): torch.ones(3) for i in range(20)})
-        assert fl.counters()["batches"] - before == 1
-        assert fl.allreduce_tree({"a": [None, ()]}) == {"a": [None, ()]}
-        assert fl.counters()["batches"] - before == 1
-        coarse = fl.allreduce_tree([torch.tensor([1 / 3])], compression=fl.Compression.fp16)
-        assert coarse[0].item() == torch.tensor(1 / 3).half().item()
-        assert fl.allreduce_tree([rank, 5 - rank], op=fl.Max, name="x") == [1.0, 5.0]
-
-    run_threads(2, body)
+@on_threads(2)
+def test_a_tree_is_one_operation_with_allreduces_options_and_an_empty_one_is_none(rank):
+    before = fl.counters()["batches"]
+    fl.allreduce_tree({str(i): torch.ones(3) for i in range(20)})
+    assert fl.counters()["batches"] - before == 1
+    assert fl.allreduce_tree({"a": [None, ()]}) == {"a": [None, ()]}
+    assert fl.counters()["batches"] - before == 1
+    coarse = fl.allreduce_tree([torch.tensor([1 / 3])], compression=fl.Compression.fp16)
+    assert coarse[0].item() == torch.tensor(1 / 3).half().item()
+    assert fl.allreduce_tree([rank, 5 - rank], op=fl.Max, name="x") == [1.0, 5.0]
 
 
 def test_entries_are_matched_by_key_whatever_their_order():
@@ -58,46 +54,40 @@ def test_entries_are_matched_by_key_whatever_their_order():
 
 
 @pytest.mark.parametrize("call", [fl.allreduce_tree, fl.metric_average])
-def test_trees_that_differ_are_refused_on_all_ranks_and_what_is_no_tree_by_its_path(call):
-    def body(rank):
-        for tree in ({"a": 1.0, "b": 2.0} if rank else {"a": 1.0}, [torch.ones(2 + rank)]):
-            with pytest.raises(fl.MismatchError):
-                call(tree)
-        for tree, text in (({"a": [1.0, "x"]}, r"\['a'\]\[1\] is of type str; expected tensors, num"),
-                           (object(), "it is of type object")):  # fmt: skip
-            with pytest.raises(TypeError, match=text):
-                call(tree)
-
-    run_threads(2, body)
-
-
-def test_metrics_are_averaged_in_float64():
-    def body(rank):
-        assert fl.metric_average(1 + rank, "loss") == 1.5
-        assert fl.metric_average(0.1) == 0.1
-        values = {"a": torch.tensor([1, 2 + rank]), "b": torch.tensor(60000.0).half(), "c": 2**40 + rank}
-        got = fl.metric_average(values)
-        assert got["a"].tolist() == [1.0, 2.5] and got["a"].dtype == torch.float32
-        assert got["b"].item() == 60000 and got["b"].dtype == torch.float16
-        assert got["c"] == 2**40 + 0.5
-        value = torch.tensor(float(rank), requires_grad=True)
-        assert not fl.metric_average(value * 2).requires_grad
-
-    run_threads(2, body)
-
-
-def test_weights_of_all_ranks_make_a_mean_over_samples():
-    def body(rank):
-        metrics = {"loss": [3.0, math.nan, 6.0][rank], "accuracy": torch.tensor(rank / 2)}
-        got = fl.metric_average(metrics, weight=[10, 0, 20][rank])
-        assert got["loss"] == 5.0 and abs(got["accuracy"] - 2 / 3) < 1e-7
-        assert math.isnan(fl.metric_average(1.0, weight=0))
-        with pytest.raises(ValueError, match="weight must be >= 0, not -1"):
-            fl.metric_average(1.0, weight=-1)
+@on_threads(2)
+def test_trees_that_differ_are_refused_on_all_ranks_and_what_is_no_tree_by_its_path(rank, call):
+    for tree in ({"a": 1.0, "b": 2.0} if rank else {"a": 1.0}, [torch.ones(2 + rank)]):
         with pytest.raises(fl.MismatchError):
-            fl.metric_average(1.0, weight=3 if rank else None)
+            call(tree)
+    for tree, text in (({"a": [1.0, "x"]}, r"\['a'\]\[1\] is of type str; expected tensors, num"),
+                       (object(), "it is of type object")):  # fmt: skip
+        with pytest.raises(TypeError, match=text):
+            call(tree)
 
-    run_threads(3, body)
+
+@on_threads(2)
+def test_metrics_are_averaged_in_float64(rank):
+    assert fl.metric_average(1 + rank, "loss") == 1.5
+    assert fl.metric_average(0.1) == 0.1
+    values = {"a": torch.tensor([1, 2 + rank]), "b": torch.tensor(60000.0).half(), "c": 2**40 + rank}
+    got = fl.metric_average(values)
+    assert got["a"].tolist() == [1.0, 2.5] and got["a"].dtype == torch.float32
+    assert got["b"].item() == 60000 and got["b"].dtype == torch.float16
+    assert got["c"] == 2**40 + 0.5
+    value = torch.tensor(float(rank), requires_grad=True)
+    assert not fl.metric_average(value * 2).requires_grad
+
+
+@on_threads(3)
+def test_weights_of_all_ranks_make_a_mean_over_samples(rank):
+    metrics = {"loss": [3.0, math.nan, 6.0][rank], "accuracy": torch.tensor(rank / 2)}
+    got = fl.metric_average(metrics, weight=[10, 0, 20][rank])
+    assert got["loss"] == 5.0 and abs(got["accuracy"] - 2 / 3) < 1e-7
+    assert math.isnan(fl.metric_average(1.0, weight=0))
+    with pytest.raises(ValueError, match="weight must be >= 0, not -1"):
+        fl.metric_average(1.0, weight=-1)
+    with pytest.raises(fl.MismatchError):
+        fl.metric_average(1.0, weight=3 if rank else None)
 
 
 # evaluate()
@@ -180,18 +170,16 @@ def test_a_failure_on_one_rank_ends_the_evaluation_on_all():
     assert told == ["evaluate: rank 1 failed: KeyError: 'no such label'"] * 2
 
 
-def test_metrics_that_differ_and_empty_data_are_refused_on_all_ranks():
-    def body(rank):
-        model = nn.Linear(1, 1)
-        with pytest.raises(ValueError, match="evaluate: no rank has a sample"):
-            fl.evaluate(model, [], lambda model, batch: (1.0, 1))
-        with pytest.raises(ValueError, match=r"metrics of ranks 0 and 1 differ in path or shape: .*'loss'.*'error'"):
-            fl.evaluate(model, [0], lambda model, batch: ({"error" if rank else "loss": 1.0}, 1))
-        with pytest.raises((ValueError, fl.HorovodInternalError), match="metrics of two batches"):
-            batches = [1, 2] if rank else [2, 2]
-            fl.evaluate(model, batches, lambda model, batch: (torch.ones(batch), 1))
-
-    run_threads(2, body)
+@on_threads(2)
+def test_metrics_that_differ_and_empty_data_are_refused_on_all_ranks(rank):
+    model = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="evaluate: no rank has a sample"):
+        fl.evaluate(model, [], lambda model, batch: (1.0, 1))
+    with pytest.raises(ValueError, match=r"metrics of ranks 0 and 1 differ in path or shape: .*'loss'.*'error'"):
+        fl.evaluate(model, [0], lambda model, batch: ({"error" if rank else "loss": 1.0}, 1))
+    with pytest.raises((ValueError, fl.HorovodInternalError), match="metrics of two batches"):
+        batches = [1, 2] if rank else [2, 2]
+        fl.evaluate(model, batches, lambda model, batch: (torch.ones(batch), 1))
 
 
 def test_everything_runs_in_processes():

@@ -9,7 +9,7 @@ import pytest
 import farandole as fl
 import farandole.torch as flt
 from farandole import objects
-from ranks import run_forked, run_threads
+from ranks import on_threads, run_forked, run_threads
 
 
 class Refuses:

@@ -9,7 +9,7 @@ import torch
 import farandole as fl
 import farandole.torch as flt
 from farandole import basics
-from ranks import run_mpi, run_threads
+from ranks import on_threads, run_mpi, run_threads
 
 
 def registered():
@@ -24,23 +24,21 @@ def halves(rank):
     return sets[rank % 2], sets[1 - rank % 2]
 
 
-def test_objects_parameters_and_states_travel_within_a_set():
-    def body(rank):
-        mine, _ = halves(rank)
-        low, high = mine.ranks
-        assert fl.broadcast_object(("of", rank), high, process_set=mine) == ("of", high)
-        assert fl.allgather_object(rank, process_set=mine) == [low, high]
-        weight = torch.nn.Parameter(torch.full((2,), float(rank)))
-        flt.broadcast_parameters({"w": weight}, low, process_set=mine)
-        assert weight.tolist() == [low, low]
-        optimizer = torch.optim.SGD([weight], lr=float(rank + 1))
-        flt.broadcast_optimizer_state(optimizer, high, process_set=mine)
-        assert optimizer.param_groups[0]["lr"] == high + 1
-        sparse = torch.sparse_coo_tensor([[rank // 2]], [float(rank)], (2,))
-        mean = flt.sparse_allreduce_async(sparse, process_set=mine)()
-        assert mean.to_dense().tolist() == [low / 2, high / 2]
-
-    run_threads(4, body)
+@on_threads(4)
+def test_objects_parameters_and_states_travel_within_a_set(rank):
+    mine, _ = halves(rank)
+    low, high = mine.ranks
+    assert fl.broadcast_object(("of", rank), high, process_set=mine) == ("of", high)
+    assert fl.allgather_object(rank, process_set=mine) == [low, high]
+    weight = torch.nn.Parameter(torch.full((2,), float(rank)))
+    flt.broadcast_parameters({"w": weight}, low, process_set=mine)
+    assert weight.tolist() == [low, low]
+    optimizer = torch.optim.SGD([weight], lr=float(rank + 1))
+    flt.broadcast_optimizer_state(optimizer, high, process_set=mine)
+    assert optimizer.param_groups[0]["lr"] == high + 1
+    sparse = torch.sparse_coo_tensor([[rank // 2]], [float(rank)], (2,))
+    mean = flt.sparse_allreduce_async(sparse, process_set=mine)()
+    assert mean.to_dense().tolist() == [low / 2, high / 2]
 
 
 def test_a_set_knows_its_ranks_and_this_rank_its_number_in_it():

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import farandole.torch as fl
-from ranks import run_forked, run_threads
+from ranks import on_threads, run_forked, run_threads
 
 CHANNELS = 3
 #: Images per rank; the first ``size`` entries are a job's.
@@ -237,30 +237,26 @@ def test_channels_last_stays_channels_last():
     run_threads(2, body)
 
 
-def test_wrong_inputs_are_refused():
-    def body(rank):
-        layer = fl.SyncBatchNorm(CHANNELS)
-        for shape in ((3,), (2, 4), (2, 4, 5, 5), (1, 3, 1, 1, 1, 1)):
-            with pytest.raises(ValueError, match=r"shape \[batch, 3, ...\] with 2 to 5 dimensions"):
-                layer(torch.ones(shape))
-        for counts in ((1, 0), (0, 0)):
-            text = f"more than 1 value per channel .* all ranks together have {sum(counts)}"
-            with pytest.raises(ValueError, match=text):
-                layer(torch.ones(counts[rank], 3))
-        assert layer.num_batches_tracked == 0
-        assert layer(torch.ones(1, 3)).tolist() == [[0.0] * 3]
-
-    run_threads(2, body)
+@on_threads(2)
+def test_wrong_inputs_are_refused(rank):
+    layer = fl.SyncBatchNorm(CHANNELS)
+    for shape in ((3,), (2, 4), (2, 4, 5, 5), (1, 3, 1, 1, 1, 1)):
+        with pytest.raises(ValueError, match=r"shape \[batch, 3, ...\] with 2 to 5 dimensions"):
+            layer(torch.ones(shape))
+    for counts in ((1, 0), (0, 0)):
+        text = f"more than 1 value per channel .* all ranks together have {sum(counts)}"
+        with pytest.raises(ValueError, match=text):
+            layer(torch.ones(counts[rank], 3))
+    assert layer.num_batches_tracked == 0
+    assert layer(torch.ones(1, 3)).tolist() == [[0.0] * 3]
 
 
-def test_a_second_derivative_is_refused():
-    def body(rank):
-        layer = fl.SyncBatchNorm(CHANNELS)
-        x = torch.ones(2, 3, requires_grad=True)
-        with pytest.raises(RuntimeError, match="SyncBatchNorm has no second derivative"):
-            torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-
-    run_threads(2, body)
+@on_threads(2)
+def test_a_second_derivative_is_refused(rank):
+    layer = fl.SyncBatchNorm(CHANNELS)
+    x = torch.ones(2, 3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="SyncBatchNorm has no second derivative"):
+        torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
 
 
 class Net(nn.Module):
@@ -311,18 +307,16 @@ def test_conversion_leaves_a_subclass_as_it_is_and_names_it():
     assert [type(layer) for layer in net] == [ours, NormedAct, ours, ours]
 
 
-def test_converting_again_keeps_layers_and_their_process_sets():
-    def body(rank):
-        pair = fl.add_process_set([0, 1])
-        net = nn.Sequential(nn.BatchNorm1d(2))
-        fl.SyncBatchNorm.convert_sync_batchnorm(net, pair)
-        layer = net[0]
-        net.append(nn.BatchNorm1d(2))
-        fl.SyncBatchNorm.convert_sync_batchnorm(net)
-        assert net[0] is layer and layer.process_set is pair
-        assert type(net[1]) is fl.SyncBatchNorm and net[1].process_set is None
-
-    run_threads(3, body)
+@on_threads(3)
+def test_converting_again_keeps_layers_and_their_process_sets(rank):
+    pair = fl.add_process_set([0, 1])
+    net = nn.Sequential(nn.BatchNorm1d(2))
+    fl.SyncBatchNorm.convert_sync_batchnorm(net, pair)
+    layer = net[0]
+    net.append(nn.BatchNorm1d(2))
+    fl.SyncBatchNorm.convert_sync_batchnorm(net)
+    assert net[0] is layer and layer.process_set is pair
+    assert type(net[1]) is fl.SyncBatchNorm and net[1].process_set is None
 
 
 def test_a_layer_without_parameters_yet_is_not_converted():
