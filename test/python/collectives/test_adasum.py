@@ -6,7 +6,7 @@ import torch
 
 import farandole as fl
 import farandole.torch as flt
-from ranks import run_threads
+from ranks import on_threads, run_threads
 
 
 def adasum(vectors):
@@ -122,23 +122,20 @@ class Twice(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("failing_ranks", [(0, 1), (1,)])
-def test_a_step_that_calls_its_parents_or_fails_is_combined_once(failing_ranks):
+@on_threads(2)
+def test_a_step_that_calls_its_parents_or_fails_is_combined_once(rank, failing_ranks):
     """A step that fails on one rank fails on all, and the next one works."""
-
-    def body(rank):
-        p = torch.nn.Parameter(torch.zeros(2))
-        optimizer = flt.DistributedOptimizer(Twice([p], lr=3.0), op=flt.Adasum)
-        p.grad = torch.tensor([1.0, 0.0]) if rank == 0 else torch.tensor([0.0, 1.0])
-        optimizer.fails = rank in failing_ranks
-        with pytest.raises(RuntimeError, match="step failed"):
-            optimizer.step()
-        with torch.no_grad():
-            p.zero_()
-        optimizer.fails = False
+    p = torch.nn.Parameter(torch.zeros(2))
+    optimizer = flt.DistributedOptimizer(Twice([p], lr=3.0), op=flt.Adasum)
+    p.grad = torch.tensor([1.0, 0.0]) if rank == 0 else torch.tensor([0.0, 1.0])
+    optimizer.fails = rank in failing_ranks
+    with pytest.raises(RuntimeError, match="step failed"):
         optimizer.step()
-        return p.tolist()
-
-    assert run_threads(2, body) == [[-2.0, -2.0]] * 2
+    with torch.no_grad():
+        p.zero_()
+    optimizer.fails = False
+    optimizer.step()
+    assert p.tolist() == [-2.0, -2.0]
 
 
 @pytest.mark.skipif(not hasattr(torch.amp, "GradScaler"), reason="torch has none for the CPU")

@@ -63,13 +63,11 @@ class Plain(Frozen):
 
 
 @pytest.mark.parametrize("dtype", [np.float64, "f64", None], ids=["class", "text", "none"])
-def test_results_are_numpys_where_a_library_makes_none(dtype):
-    def body(rank):
-        result = fl.allreduce(Plain([rank + 1.0], dtype), op=fl.Sum)
-        assert type(result) is np.ndarray
-        return result.tolist()
-
-    assert run_threads(2, body) == [[3]] * 2
+@on_threads(2)
+def test_results_are_numpys_where_a_library_makes_none(rank, dtype):
+    result = fl.allreduce(Plain([rank + 1.0], dtype), op=fl.Sum)
+    assert type(result) is np.ndarray
+    assert result.tolist() == [3]
 
 
 # A library with DLPack's C functions, in Python. What it has in memory is NumPy's.

@@ -27,14 +27,12 @@ def test_every_case_gives_what_numpy_makes_of_all_inputs(size, library):
 
 
 @LIBRARIES
-def test_every_case_in_a_process_set_is_that_of_its_members_alone(library):
-    def body(rank):
-        sets = [fl.add_process_set([0, 2]), fl.add_process_set(fl.ProcessSet([3, 1]))]
-        check(library, rank // 2, 2, dtypes=["float64"], members=sets[rank % 2])
-        fl.barrier(process_set=sets[rank % 2])
-        return fl.allreduce(np.array([rank]), op=fl.Sum).item()
-
-    assert run_threads(4, body) == [6] * 4
+@on_threads(4)
+def test_every_case_in_a_process_set_is_that_of_its_members_alone(rank, library):
+    sets = [fl.add_process_set([0, 2]), fl.add_process_set(fl.ProcessSet([3, 1]))]
+    check(library, rank // 2, 2, dtypes=["float64"], members=sets[rank % 2])
+    fl.barrier(process_set=sets[rank % 2])
+    assert fl.allreduce(np.array([rank]), op=fl.Sum).item() == 6
 
 
 @LIBRARIES
@@ -57,15 +55,13 @@ def test_dtypes_that_cannot_be_reduced_are_refused_by_name_with_those_that_can(l
     run_threads(2, body)
 
 
-def test_dtypes_that_travel_alike_are_told_apart():
-    def body(rank):
-        with pytest.raises(fl.MismatchError, match="complex64"):
-            fl.broadcast([np.ones(2, "c8"), np.ones((2, 2), "f4")][rank], 0, name="x")
-        with pytest.raises(fl.MismatchError, match="uint16"):
-            fl.allgather(np.ones(2, ["u2", "i2"][rank]), name="x")
-        return fl.allgather(np.ones(1, "c8"), name="x").tolist()
-
-    assert run_threads(2, body) == [[1, 1]] * 2
+@on_threads(2)
+def test_dtypes_that_travel_alike_are_told_apart(rank):
+    with pytest.raises(fl.MismatchError, match="complex64"):
+        fl.broadcast([np.ones(2, "c8"), np.ones((2, 2), "f4")][rank], 0, name="x")
+    with pytest.raises(fl.MismatchError, match="uint16"):
+        fl.allgather(np.ones(2, ["u2", "i2"][rank]), name="x")
+    assert fl.allgather(np.ones(1, "c8"), name="x").tolist() == [1, 1]
 
 
 def test_no_dtype_of_torch_arrives_as_another_and_all_that_the_core_knows_are_moved():
@@ -86,12 +82,10 @@ def test_no_dtype_of_torch_arrives_as_another_and_all_that_the_core_knows_are_mo
     assert run_threads(2, body)[0] == set(fl._core.dtypes)
 
 
-def test_averages_of_integers_truncate_toward_zero():
-    def body(rank):
-        assert fl.allreduce(np.float32(3 + rank)) == np.float32(3.5)
-        return fl.allreduce(np.array([3 + rank, -3 - rank])).tolist()
-
-    assert run_threads(2, body) == [[3, -3]] * 2
+@on_threads(2)
+def test_averages_of_integers_truncate_toward_zero(rank):
+    assert fl.allreduce(np.float32(3 + rank)) == np.float32(3.5)
+    assert fl.allreduce(np.array([3 + rank, -3 - rank])).tolist() == [3, -3]
 
 
 def test_a_name_may_come_again_with_other_numbers_of_rows():
@@ -230,15 +224,13 @@ def test_ranks_may_hold_the_same_tensor_in_different_layouts(rank):
     assert rows.sum(0).tolist() == [0, 8, 0]
 
 
-def test_lazily_conjugated_tensors_travel_by_value():
-    def body(rank):
-        mine = torch.tensor([1 + 2j, 3 - 1j]).conj()
-        assert flt.broadcast(mine, 0).tolist() == [1 - 2j, 3 + 1j]
-        flt.broadcast_(mine, 0)
-        assert mine.tolist() == [1 - 2j, 3 + 1j] and mine.is_conj()
-        return flt.allreduce(torch.tensor([1 + 2j]).conj().imag, op=fl.Sum).tolist()
-
-    assert run_threads(2, body) == [[-4.0]] * 2
+@on_threads(2)
+def test_lazily_conjugated_tensors_travel_by_value(rank):
+    mine = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    assert flt.broadcast(mine, 0).tolist() == [1 - 2j, 3 + 1j]
+    flt.broadcast_(mine, 0)
+    assert mine.tolist() == [1 - 2j, 3 + 1j] and mine.is_conj()
+    assert flt.allreduce(torch.tensor([1 + 2j]).conj().imag, op=fl.Sum).tolist() == [-4.0]
 
 
 def test_an_expanded_tensor_gets_a_result_that_fits_in_its_memory():
@@ -291,15 +283,13 @@ class WithUnit(np.ndarray):
         self.unit = getattr(source, "unit", "")
 
 
-def test_a_result_is_of_the_subclass_of_its_array():
-    def body(rank):
-        mine = np.full((2, 1), rank + 1.0).view(WithUnit)
-        mine.unit = "m"
-        results = fl.allreduce(mine, op=fl.Sum), fl.allgather(mine)[1:3], fl.broadcast(mine, 1)
-        assert all((type(result), result.unit) == (WithUnit, "m") for result in results)
-        return [result.tolist() for result in results]
-
-    assert run_threads(2, body) == [[[[3], [3]], [[1], [2]], [[2], [2]]]] * 2
+@on_threads(2)
+def test_a_result_is_of_the_subclass_of_its_array(rank):
+    mine = np.full((2, 1), rank + 1.0).view(WithUnit)
+    mine.unit = "m"
+    results = fl.allreduce(mine, op=fl.Sum), fl.allgather(mine)[1:3], fl.broadcast(mine, 1)
+    assert all((type(result), result.unit) == (WithUnit, "m") for result in results)
+    assert [result.tolist() for result in results] == [[[3], [3]], [[1], [2]], [[2], [2]]]
 
 
 @on_threads(1)

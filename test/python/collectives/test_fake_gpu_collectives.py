@@ -111,14 +111,12 @@ def test_a_work_of_torch_is_completed_by_the_gpu_and_orders_each_stream_that_wai
 
 
 @needs_fake_gpu
-def test_a_side_stream_is_right_when_it_is_current_at_the_call(gpus):
-    def body(rank):
-        gpu = gpus.mine
-        with gpu.using(gpu.new_stream()):
-            handle = fl.allreduce_async_(late(gpu, torch.full((3,), rank + 1.0)), op=fl.Sum)
-        return gpu.read(fl.synchronize(handle)).tolist()
-
-    assert run_threads(2, body) == [[3, 3, 3]] * 2
+@on_threads(2)
+def test_a_side_stream_is_right_when_it_is_current_at_the_call(rank, gpus):
+    gpu = gpus.mine
+    with gpu.using(gpu.new_stream()):
+        handle = fl.allreduce_async_(late(gpu, torch.full((3,), rank + 1.0)), op=fl.Sum)
+    assert gpu.read(fl.synchronize(handle)).tolist() == [3, 3, 3]
 
 
 @needs_fake_gpu
@@ -131,15 +129,13 @@ def test_strided_tensors_on_16_bit_wires(gpus):
 
 
 @needs_fake_gpu
-def test_a_capture_is_refused_with_a_sentence(gpus):
-    def body(rank):
-        gpu = gpus.mine
-        tensor = torch.full((2,), rank + 1.0)
-        with gpu.capture(), pytest.raises(ValueError, match="captured into a CUDA graph"):
-            fl.allreduce(tensor, name="t", op=fl.Sum)
-        return gpu.read(fl.allreduce(tensor, name="t", op=fl.Sum)).tolist()
-
-    assert run_threads(2, body) == [[3, 3]] * 2
+@on_threads(2)
+def test_a_capture_is_refused_with_a_sentence(rank, gpus):
+    gpu = gpus.mine
+    tensor = torch.full((2,), rank + 1.0)
+    with gpu.capture(), pytest.raises(ValueError, match="captured into a CUDA graph"):
+        fl.allreduce(tensor, name="t", op=fl.Sum)
+    assert gpu.read(fl.allreduce(tensor, name="t", op=fl.Sum)).tolist() == [3, 3]
 
 
 @needs_fake_gpu
@@ -214,17 +210,15 @@ def nccl_calls(name):
 
 
 @needs_fake_gpu
-def test_two_dtypes_of_one_decision_are_one_group_of_nccl(own_gpus):
-    def body(rank):
-        tensors = [torch.full((3,), rank + 1.0, dtype=d) for d in (torch.float32, torch.float64)]
-        before = nccl_calls("ncclGroupEnd")
-        fl.barrier()
-        results = fl.grouped_allreduce(tensors, op=fl.Sum, name="both")
-        seen = [own_gpus.mine.read(result).tolist() for result in results]
-        fl.barrier()
-        return seen, nccl_calls("ncclGroupEnd") - before
-
-    assert run_threads(2, body) == [([[3.0] * 3] * 2, 2)] * 2
+@on_threads(2)
+def test_two_dtypes_of_one_decision_are_one_group_of_nccl(rank, own_gpus):
+    tensors = [torch.full((3,), rank + 1.0, dtype=d) for d in (torch.float32, torch.float64)]
+    before = nccl_calls("ncclGroupEnd")
+    fl.barrier()
+    results = fl.grouped_allreduce(tensors, op=fl.Sum, name="both")
+    seen = [own_gpus.mine.read(result).tolist() for result in results]
+    fl.barrier()
+    assert (seen, nccl_calls("ncclGroupEnd") - before) == ([[3.0] * 3] * 2, 2)
 
 
 def test_torchs_stream_0_is_the_default_one_and_never_one_of_its_pool(monkeypatch):

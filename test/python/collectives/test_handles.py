@@ -212,19 +212,17 @@ def test_joined_ranks_count_as_zero_have_no_rows_and_take_no_part_in_an_alltoall
     assert last_of_first == last_of_second == 1
 
 
-def test_a_gather_that_was_started_before_the_join_has_its_rows():
-    def body(rank):
-        if rank == 0:
-            handle = fl.allgather_async(np.ones(2), name="x")
-        else:
-            assert fl.allreduce(np.ones(1), name="y", op=fl.Sum).item() == 1  # rank 0 has joined
-            assert fl.allgather(np.zeros(1), name="x").tolist() == [1, 1, 0]
-        fl.join()
-        if rank == 0:
-            assert fl.synchronize(handle).tolist() == [1, 1, 0]
-        return fl.allgather(np.full(1, rank), name="x").tolist()
-
-    assert run_threads(2, body) == [[0, 1]] * 2
+@on_threads(2)
+def test_a_gather_that_was_started_before_the_join_has_its_rows(rank):
+    if rank == 0:
+        handle = fl.allgather_async(np.ones(2), name="x")
+    else:
+        assert fl.allreduce(np.ones(1), name="y", op=fl.Sum).item() == 1  # rank 0 has joined
+        assert fl.allgather(np.zeros(1), name="x").tolist() == [1, 1, 0]
+    fl.join()
+    if rank == 0:
+        assert fl.synchronize(handle).tolist() == [1, 1, 0]
+    assert fl.allgather(np.full(1, rank), name="x").tolist() == [0, 1]
 
 
 class Exported:

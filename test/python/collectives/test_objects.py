@@ -198,14 +198,12 @@ def test_an_interrupted_broadcast_goes_on_where_it_stopped(monkeypatch, step):
     pytest.param("file\udcff", "file?", id="surrogate"),
     pytest.param("\0", "", id="nul"),
 ])  # fmt: skip
-def test_a_failure_text_of_any_characters_reaches_the_other_ranks(text, arrives):
-    def body(rank):
-        def make():
-            raise ValueError(text)
+@on_threads(2)
+def test_a_failure_text_of_any_characters_reaches_the_other_ranks(rank, text, arrives):
+    def make():
+        raise ValueError(text)
 
-        with pytest.raises(fl.AbortedError) as raised:
-            objects.broadcast_made(make, 0, "what")
-        assert str(raised.value).startswith(f'broadcast_object "what": rank 0 failed: ValueError: {arrives}')
-        return fl.allreduce(np.ones(1), name="after").tolist()
-
-    assert run_threads(2, body) == [[1.0]] * 2
+    with pytest.raises(fl.AbortedError) as raised:
+        objects.broadcast_made(make, 0, "what")
+    assert str(raised.value).startswith(f'broadcast_object "what": rank 0 failed: ValueError: {arrives}')
+    assert fl.allreduce(np.ones(1), name="after").tolist() == [1.0]

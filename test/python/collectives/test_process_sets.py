@@ -72,41 +72,37 @@ def test_a_new_set_has_the_smallest_number_that_is_free():
     assert run_threads(3, body) == [True, 1, True]
 
 
-def test_a_rank_outside_is_refused_before_anybody_waits():
-    def body(rank):
-        mine, other = halves(rank)
-        for call in (
-            lambda: fl.allreduce(np.ones(1), process_set=other),
-            lambda: flt.allgather(torch.ones(1), process_set=other),
-            lambda: fl.broadcast(np.ones(1), other.ranks[0], process_set=other),
-            lambda: fl.barrier(process_set=other),
-        ):
-            with pytest.raises(ValueError, match=f"Rank {rank} is not a member of the provided"):
-                call()
-        with pytest.raises(ValueError, match="invalid root rank .* for provided process set"):
-            fl.broadcast(np.ones(1), other.ranks[0], process_set=mine)
-        return fl.allreduce(np.ones(1), op=fl.Sum, process_set=mine).item()
-
-    assert run_threads(4, body) == [2.0] * 4
+@on_threads(4)
+def test_a_rank_outside_is_refused_before_anybody_waits(rank):
+    mine, other = halves(rank)
+    for call in (
+        lambda: fl.allreduce(np.ones(1), process_set=other),
+        lambda: flt.allgather(torch.ones(1), process_set=other),
+        lambda: fl.broadcast(np.ones(1), other.ranks[0], process_set=other),
+        lambda: fl.barrier(process_set=other),
+    ):
+        with pytest.raises(ValueError, match=f"Rank {rank} is not a member of the provided"):
+            call()
+    with pytest.raises(ValueError, match="invalid root rank .* for provided process set"):
+        fl.broadcast(np.ones(1), other.ranks[0], process_set=mine)
+    assert fl.allreduce(np.ones(1), op=fl.Sum, process_set=mine).item() == 2.0
 
 
-def test_what_is_not_registered_or_registered_twice_is_refused_and_ranks_that_add_other_sets_are_told():
-    def body(rank):
-        removed = fl.add_process_set([0])
-        fl.remove_process_set(removed)
-        for unknown in (fl.ProcessSet([0]), object(), removed):
-            with pytest.raises(TypeError, match="does not exist, or has not been registered"):
-                fl.allreduce(np.ones(1), process_set=unknown)
-        assert removed.size() is None and removed.rank() is None
-        first = fl.add_process_set([1, 0, 2])
-        for again in ([0, 1, 2], first):
-            with pytest.raises(ValueError, match="already|the same ranks"):
-                fl.add_process_set(again)
-        with pytest.raises(fl.MismatchError):
-            fl.add_process_set([rank])
-        return fl.add_process_set([1]).process_set_id, fl.allreduce(np.ones(1)).item()
-
-    assert run_threads(4, body) == [(2, 1.0)] * 4
+@on_threads(4)
+def test_what_is_not_registered_or_registered_twice_is_refused_and_ranks_that_add_other_sets_are_told(rank):
+    removed = fl.add_process_set([0])
+    fl.remove_process_set(removed)
+    for unknown in (fl.ProcessSet([0]), object(), removed):
+        with pytest.raises(TypeError, match="does not exist, or has not been registered"):
+            fl.allreduce(np.ones(1), process_set=unknown)
+    assert removed.size() is None and removed.rank() is None
+    first = fl.add_process_set([1, 0, 2])
+    for again in ([0, 1, 2], first):
+        with pytest.raises(ValueError, match="already|the same ranks"):
+            fl.add_process_set(again)
+    with pytest.raises(fl.MismatchError):
+        fl.add_process_set([rank])
+    assert (fl.add_process_set([1]).process_set_id, fl.allreduce(np.ones(1)).item()) == (2, 1.0)
 
 
 def test_what_waits_in_a_set_ends_when_it_is_removed_and_does_not_hold_others_up():
@@ -125,17 +121,15 @@ def test_what_waits_in_a_set_ends_when_it_is_removed_and_does_not_hold_others_up
     assert run_threads(3, body) == [2.0, 2.0, True]
 
 
-def test_64_sets_come_and_go():
-    def body(_rank):
-        before = basics.current().core.in_flight
-        for _ in range(64):
-            mine = fl.add_process_set([0])
-            if fl.rank() == 0:
-                fl.allreduce(np.ones(8), name="x", process_set=mine)
-            fl.remove_process_set(mine)
-        return registered(), basics.current().core.in_flight - before
-
-    assert run_threads(2, body) == [({0: [0, 1]}, 0)] * 2
+@on_threads(2)
+def test_64_sets_come_and_go(_rank):
+    before = basics.current().core.in_flight
+    for _ in range(64):
+        mine = fl.add_process_set([0])
+        if fl.rank() == 0:
+            fl.allreduce(np.ones(8), name="x", process_set=mine)
+        fl.remove_process_set(mine)
+    assert (registered(), basics.current().core.in_flight - before) == ({0: [0, 1]}, 0)
 
 
 @pytest.mark.mpi

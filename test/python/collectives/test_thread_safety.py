@@ -37,27 +37,24 @@ def in_threads(*bodies):
     return results
 
 
-def test_many_threads_start_operations_and_let_memory_go_at_once():
+@on_threads(2)
+def test_many_threads_start_operations_and_let_memory_go_at_once(rank):
     """Each start lets go of what is complete, whoever started it, while others start and wait."""
+    def reduce(thread):
+        total = 0
+        for i in range(50):
+            handle = farandole.allreduce_async(np.ones(2), name=f"{thread} {i}", op=farandole.Sum)
+            if i % 3 == 0:
+                del handle  # its memory is the context's now
+            else:
+                total += farandole.synchronize(handle).sum()
+        return total
 
-    def body(rank):
-        def reduce(thread):
-            total = 0
-            for i in range(50):
-                handle = farandole.allreduce_async(np.ones(2), name=f"{thread} {i}", op=farandole.Sum)
-                if i % 3 == 0:
-                    del handle  # its memory is the context's now
-                else:
-                    total += farandole.synchronize(handle).sum()
-            return total
-
-        threads = [lambda thread=thread: reduce(thread) for thread in range(4)]
-        results = in_threads(*threads)
-        farandole.allreduce(np.ones(1))
-        farandole.allreduce(np.ones(1))
-        return results, basics.current().core.in_flight
-
-    assert run_threads(2, body) == [([33 * 4.0] * 4, 0)] * 2
+    threads = [lambda thread=thread: reduce(thread) for thread in range(4)]
+    results = in_threads(*threads)
+    farandole.allreduce(np.ones(1))
+    farandole.allreduce(np.ones(1))
+    assert (results, basics.current().core.in_flight) == ([33 * 4.0] * 4, 0)
 
 
 def test_the_memory_of_an_operation_in_flight_is_kept_whoever_drops_it():
