@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import farandole
-import farandole.torch.distributed  # noqa: F401  (registers the backend)
+import farandole.torch.distributed
 
 R, N = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
@@ -38,7 +38,7 @@ def refused(call, *texts, error=farandole.MismatchError):
 
 def send_or_receive(value, source, target, group=None):
     if R in (source, target):
-        (dist.send if R == source else dist.recv)(value, source + target - R, group=group)
+        (dist.send if source == R else dist.recv)(value, source + target - R, group=group)
 
 
 def settled(used, before):
@@ -122,7 +122,8 @@ def more_messages_than_may_be_in_flight_wait_for_the_first_one_of_the_other_rank
 def other_numbers_of_elements_than_expected_are_an_error_though_they_fit_in_all():
     whole = torch.full((16,), 9, dtype=torch.uint8)  # whose number is no part of a call's name
     for parts in (list(torch.split(whole, 8)), [torch.full((8,), 9, dtype=torch.uint8) for _ in range(N)]):
-        error = refused(lambda: dist.all_gather(parts, torch.full((6 if R == 0 else 10,), R + 1, dtype=torch.uint8)))
+        mine = torch.full((6 if R == 0 else 10,), R + 1, dtype=torch.uint8)
+        error = refused(functools.partial(dist.all_gather, parts, mine))
         text = str(error).replace(" ", "")
         assert "allgather" in text and "expectsrows[8,8]fromtheranks;[6,10]came" in text, error
         assert all((part == 9).all() for part in parts)
@@ -176,12 +177,12 @@ def a_message_of_another_size_or_dtype_is_an_error_on_both_ranks():
         if R in (source, target):
             begin_s = time.monotonic()
             refused(
-                lambda: send_or_receive(value if R == source else other, source, target),
+                lambda other=other: send_or_receive(value if source == R else other, source, target),
                 f"rank {source} to rank {target}, tag 0", f"rank 0 sent float32 [3], rank 1 sent {came}",
             )  # fmt: skip
             assert time.monotonic() - begin_s < 60, "late: at the deadline only"
-    send_or_receive(value * 7 if R == source else value, source, target)
-    assert R != target or value.tolist() == [7.0] * 3
+    send_or_receive(value * 7 if source == R else value, source, target)
+    assert target != R or value.tolist() == [7.0] * 3
 
 
 def poll(work):
@@ -227,7 +228,8 @@ def calls_that_differ_are_an_error_on_all_ranks_with_their_lines():
         group, begin_s = everybody(), time.monotonic()
         name = os.path.basename(__file__)
         first, others = (f" at {name}:{call.__code__.co_firstlineno} in <lambda>" for call in calls)
-        error = refused(lambda: calls[R > 0](torch.ones(4), group), "all ranks must make the same calls in the same")
+        call = functools.partial(calls[R > 0], torch.ones(4), group)
+        error = refused(call, "all ranks must make the same calls in the same order")
         assert time.monotonic() - begin_s < 60, "late: at the deadline only"
         told = [None] * N
         dist.all_gather_object(told, (error.failed_ranks, str(error)))

@@ -1,7 +1,7 @@
 """What a rank of test_torch_distributed.py runs: the same work over gloo and over Farandole, in one process.
 
-``distributed_job.py collectives arguments frameworks`` (some of them) prints a line per piece of work: its name and "same"
-(bitwise), "close" (to 1e-6 of a tensor's largest element), or how far the results are apart.
+``distributed_job.py collectives arguments frameworks`` (some of them) prints a line per piece of work: its name and
+"same" (bitwise), "close" (to 1e-6 of a tensor's largest element), or how far the results are apart.
 """
 
 import os
