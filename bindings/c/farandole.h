@@ -620,16 +620,22 @@ typedef struct farandole_gradient_options {
 
 /** What is known of an optimizer's rounds. */
 typedef struct farandole_round_status {
-  size_t struct_size;    /**< sizeof(farandole_round_status) */
-  int32_t is_open;       /**< a round is, and has not ended */
-  int32_t has_marked;    /**< and a gradient was marked in it */
-  int32_t has_unreduced; /**< gradients were accumulated that no successful round has reduced */
-  int32_t flag;          /**< some rank raised its flag in the round last waited for */
-  int32_t groups;        /**< formed; 0 before the first round */
-  int32_t number;        /**< of the optimizer, from 0; -1: a prefix was given */
-  int64_t rounds;        /**< that were waited for, failed ones included */
-  int64_t succeeded;     /**< of them */
-  int64_t complete;      /**< of them, from the first: their memory is touched no more */
+  size_t struct_size;     /**< sizeof(farandole_round_status) */
+  int32_t is_open;        /**< a round is, and has not ended */
+  int32_t is_pending;     /**< a round has ended, and nobody has waited for it */
+  int32_t is_window_full; /**< the pass that began last is the last of its window */
+  int32_t has_window;     /**< a round is open, or passes of its window were counted */
+  int32_t has_marked;     /**< a gradient was marked in the open round */
+  int32_t has_unreduced;  /**< gradients were accumulated that no successful round has reduced */
+  int32_t flag;           /**< some rank raised its flag in the round last waited for */
+  int32_t groups;         /**< formed; 0 before the first round */
+  int32_t number;         /**< of the optimizer, from 0; -1: a prefix was given */
+  int64_t rounds;         /**< that were waited for, failed ones included */
+  int64_t succeeded;      /**< of them */
+  /** Why the gradients are not reduced: what a round failed with, or what note_failure was told;
+   * until the next open or forget. NULL: no failure. Valid until the next call. */
+  const char* failure;
+  int32_t is_interrupted; /**< that is: the round goes on, and nobody used its results here */
 } farandole_round_status;
 
 /** Groups gradients at the source: in the first round all are one group; the order in which the
@@ -641,6 +647,14 @@ FARANDOLE_API int farandole_gradients_create(farandole_context* context,
                                              const farandole_gradient_options* options,
                                              const farandole_tensor* tensors, int32_t count,
                                              farandole_gradients** out);
+/** The optimizer goes on in another context, as on all its ranks in the same order, those included
+ * that create theirs; `set` and `labels` as in params and options. What is known of the gradients
+ * and the counts of rounds stays; groups form and steps count anew. context NULL: in none until the
+ * next call, and before the end of the context that they have. Errors: INVALID_ARGUMENT in flight.
+ */
+FARANDOLE_API int farandole_gradients_rebind(farandole_gradients* gradients,
+                                             farandole_context* context, uint32_t set,
+                                             const char* const* labels, int32_t count);
 /** Gives the `count` gradients other shapes and dtypes, and all of them a farandole_device, before
  * the first mark of a round. Groups and names stay. Errors: INVALID_ARGUMENT for another count, or
  * within a round. */
@@ -651,16 +665,19 @@ FARANDOLE_API int farandole_gradients_redefine(farandole_gradients* gradients,
  * is a MISMATCH. Errors: INVALID_ARGUMENT between end and wait. */
 FARANDOLE_API int farandole_gradients_add(farandole_gradients* gradients,
                                           const farandole_tensor* tensors, int32_t count);
-/** A backward pass begins; no_sync 1: it only accumulates. If ranks differ in their passes since
- * the last step, all get MISMATCH for the round, with what each did. Ranks that count no pass are
- * not compared. */
+/** The coming windows have so many backward passes each; 1 without this, 0 means the same. */
+FARANDOLE_API int farandole_gradients_set_passes(farandole_gradients* gradients, int32_t passes);
+/** A backward pass begins; no_sync 1: it only accumulates. If it is the last of its window
+ * (farandole_round_status.is_window_full), open a round. If ranks differ in their passes since the
+ * last step, all get MISMATCH for the round, with what each did. Ranks that count no pass are not
+ * compared. */
 FARANDOLE_API int farandole_gradients_count_pass(farandole_gradients* gradients, int32_t no_sync);
-/** Opens a round, if none is open, and announces this rank's step to the other ranks, without
- * waiting. If steps differ, all operations of all ranks return MISMATCH from then on, until
- * shutdown: a rank may be in a collective that the others will never call. */
+/** Opens a round, if none is open, forgets the last failure, and announces this rank's step to the
+ * other ranks, without waiting. If steps differ, all operations of all ranks return MISMATCH from
+ * then on, until shutdown: a rank may be in a collective that the others will never call. */
 FARANDOLE_API int farandole_gradients_open(farandole_gradients* gradients);
 /** Gradient i was accumulated. *due: the gradient to mark now, which is one that was accumulated
- * before this, as often as in earlier rounds; -1: none, or no round is open. Errors:
+ * before this, as often as in earlier rounds; -1: none; -2: no round is open. Errors:
  * INVALID_ARGUMENT if it was marked in this round. */
 FARANDOLE_API int farandole_gradients_accumulated(farandole_gradients* gradients, int32_t i,
                                                   int32_t* due);
@@ -693,9 +710,17 @@ FARANDOLE_API int farandole_gradients_wait(farandole_gradients* gradients,
  * step. The count of steps restarts after a failed round and after a join; gradients of different
  * steps are never reduced together. Without effect if no round succeeded since the last call. */
 FARANDOLE_API int farandole_gradients_stepped(farandole_gradients* gradients);
-/** Fills *status. Errors: the device has failed. */
-FARANDOLE_API int farandole_gradients_status(farandole_gradients* gradients,
+/** What failed outside of the round, as the use of its results; NULL: the wait was interrupted. The
+ * first failure counts. */
+FARANDOLE_API int farandole_gradients_note_failure(farandole_gradients* gradients, const char* why);
+/** The gradients are given up: neither a failure nor a window that has begun counts any more. */
+FARANDOLE_API int farandole_gradients_forget(farandole_gradients* gradients);
+/** Fills *status. */
+FARANDOLE_API int farandole_gradients_status(const farandole_gradients* gradients,
                                              farandole_round_status* status);
+/** *rounds: how many are complete, from the first: their memory is touched no more. Errors: the
+ * device has failed. */
+FARANDOLE_API int farandole_gradients_complete(farandole_gradients* gradients, int64_t* rounds);
 /** 1 if no rank contributed gradient i in the round last waited for. */
 FARANDOLE_API int farandole_gradients_skipped(const farandole_gradients* gradients, int32_t i);
 /** Hands over the result of gradient i in the library's memory, once per round. After the wait.

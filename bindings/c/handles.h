@@ -9,7 +9,7 @@
 
 #include "bindings/c/farandole.h"
 #include "bindings/c/result_memory.h"
-#include "coordinator/engine/gradient_round.h"
+#include "coordinator/gradients/gradient_round.h"
 #include "coordinator/job/generation.h"
 #include "coordinator/job/world.h"
 

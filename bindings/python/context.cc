@@ -291,14 +291,21 @@ int Context::Join() {
   return last_rank;
 }
 
-Child::Child(std::shared_ptr<Context> context)
-    : context_(std::move(context)), older_(std::exchange(context_->children_, this)) {
+void Child::Join(std::shared_ptr<Context> context) {
+  context_ = std::move(context);
+  newer_ = nullptr;
+  older_ = std::exchange(context_->children_, this);
   if (older_ != nullptr) older_->newer_ = this;
 }
 
-Child::~Child() {
+void Child::Leave() {
   if (older_ != nullptr) older_->newer_ = newer_;
   (newer_ != nullptr ? newer_->older_ : context_->children_) = older_;
+}
+
+void Child::MoveTo(std::shared_ptr<Context> context) {
+  Leave();
+  Join(std::move(context));
 }
 
 void Context::ReleaseCompleted() {

@@ -223,20 +223,26 @@ class CallGuard {
 /// Something that must be released before its context.
 class Child {
  public:
-  explicit Child(std::shared_ptr<Context> context);
-  virtual ~Child();
+  explicit Child(std::shared_ptr<Context> context) { Join(std::move(context)); }
+  virtual ~Child() { Leave(); }
   Child(const Child&) = delete;
   Child& operator=(const Child&) = delete;
   /// Gives the C handle back if nobody waits on it. Returns whether it is gone.
   virtual bool Release() = 0;
 
  protected:
-  const std::shared_ptr<Context> context_;
+  /// Of another context, after the release.
+  void MoveTo(std::shared_ptr<Context> context);
+
+  std::shared_ptr<Context> context_;
 
  private:
   friend class Context;
+  void Join(std::shared_ptr<Context> context);
+  void Leave();
+
   Child* newer_ = nullptr;
-  Child* older_;
+  Child* older_ = nullptr;
 };
 
 }  // namespace farandole::python

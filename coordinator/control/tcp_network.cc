@@ -103,7 +103,8 @@ class TcpNetwork final : public Network {
                            .stop = options_.stop,
                            .clock = options_.clock,
                            .log = options_.log,
-                           .doorbell = options.doorbell});
+                           .doorbell = options.doorbell,
+                           .liveness = options.liveness});
     if (!hub.ok()) return hub.status();
     return std::shared_ptr<StreamHub>(std::move(hub.value()));
   }

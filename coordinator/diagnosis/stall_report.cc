@@ -15,7 +15,7 @@ constexpr size_t kStalledListed = 8;  // ranks or calls spelled out; the rest is
 constexpr size_t kNamesSpelled = 3;   // parameters of an optimizer likewise
 constexpr size_t kMostGroups = 256;   // remembered; beyond, a stall may be printed more often
 
-// Of the names that optimizers give their gradients (farandole/torch/optimizer.py): their number
+// Of the names that optimizers give their gradients (farandole/torch/optimizer/): their number
 // and a point come next, then a parameter's name or what is exchanged besides.
 constexpr std::string_view kGradientsPrefix = "gradients.";
 constexpr std::string_view kGradientsCall = "gradients of optimizer ";
@@ -37,7 +37,7 @@ GradientsKey ParseGradients(std::string_view name) {
   return parsed;
 }
 
-/// What an optimizer exchanges besides its gradients (coordinator/engine/gradient_round.cc,
+/// What an optimizer exchanges besides its gradients (coordinator/gradients/gradient_round.cc,
 /// farandole/torch).
 bool IsBesides(std::string_view rest) {
   constexpr std::string_view kBesides[] = {"number and order",       "flag", "rows", "all rows",

@@ -66,9 +66,15 @@ Engine::Engine(EngineOptions options, EngineParts parts)
 }
 
 SharedParts Engine::Shared() {
-  return {lifecycle_, operations_, submissions_,
-          announcer_, gpu_,        parts_.memory != nullptr ? *parts_.memory : own_memory_,
-          callers_,   callbacks_};
+  return {lifecycle_,
+          operations_,
+          submissions_,
+          announcer_,
+          gpu_,
+          parts_.memory != nullptr ? *parts_.memory : own_memory_,
+          parts_.liveness != nullptr ? *parts_.liveness : own_liveness_,
+          callers_,
+          callbacks_};
 }
 
 Engine::~Engine() {

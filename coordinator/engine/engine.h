@@ -156,6 +156,7 @@ class Engine {
   const EngineOptions options_;
   const EngineParts parts_;
   BorrowedMemory own_memory_;
+  LivenessTable own_liveness_;
   Lifecycle lifecycle_;
   OperationRegistry operations_;
   SubmissionQueue submissions_;

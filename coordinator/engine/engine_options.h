@@ -4,7 +4,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "coordinator/control/peer_watch.h"
+#include "coordinator/liveness/peer_watch.h"
+#include "coordinator/liveness/table.h"
 #include "coordinator/protocol/negotiation_observer.h"
 #include "coordinator/protocol/options.h"
 #include "core/borrowed_memory.h"
@@ -51,8 +52,9 @@ struct EngineParts {
   ObserveNegotiation observe_negotiation = {};  ///< May be empty.
   /// Of users' tensors, shared with the planes; nullptr: the engine's own.
   BorrowedMemory* memory = nullptr;
-  PeerWatch* peers = nullptr;  ///< Processes whose end the transport reports; may be nullptr.
-  StreamHub* hub = nullptr;    ///< A way to other hosts past the engine; may be nullptr.
+  LivenessTable* liveness = nullptr;  ///< Who is gone, and why; nullptr: the engine's own.
+  PeerWatch* peers = nullptr;         ///< Processes that it watches; may be nullptr.
+  StreamHub* hub = nullptr;           ///< A way to other hosts past the engine; may be nullptr.
 };
 
 }  // namespace farandole

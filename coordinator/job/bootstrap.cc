@@ -16,8 +16,8 @@
 #include "coordinator/control/host_transport.h"
 #include "coordinator/control/in_process.h"
 #include "coordinator/control/tcp_network.h"
-#include "coordinator/control/watched_transport.h"
 #include "coordinator/job/world.h"
+#include "coordinator/liveness/listen_beside.h"
 #include "core/futex.h"
 #include "ops/cpu/kernels.h"
 #include "ops/p2p/plane.h"
@@ -205,6 +205,7 @@ void Connections::Close(bool clean) {
   }
   host_plane.reset();
   for (std::unique_ptr<DataPlane>& plane : cross_planes) plane.reset();
+  if (clean && uses_mpi && hub != nullptr) hub->Leave();
   if (clean) transport->Leave();
   transport.reset();
   between_hosts.reset();
@@ -225,7 +226,8 @@ Result<std::unique_ptr<Connections>> ConnectInProcess(std::shared_ptr<InProcessJ
                                                       const Config& config) {
   auto made = std::make_unique<Connections>();
   made->doorbell = job->bells[static_cast<size_t>(rank)];
-  made->transport = job->hub.Create(rank, made->doorbell.get());
+  made->liveness = std::make_unique<LivenessTable>(made->doorbell.get());
+  made->transport = job->hub.Create(rank, made->doorbell.get(), made->liveness.get());
   const int size = made->transport->size();
   made->log = LogOfRank(config, rank, size);
   made->flat =
@@ -250,6 +252,8 @@ Bootstrap::Bootstrap(const Config& config, const Launcher& launcher, std::string
       connections_(std::make_unique<Connections>()) {
   connections_->log = LogOfRank(config, launcher.rank, launcher.size);
   connections_->doorbell = std::make_shared<FutexDoorbell>();
+  connections_->liveness =
+      std::make_unique<LivenessTable>(connections_->doorbell.get(), LivenessTable::kCauseNs);
   connections_->job_name = launcher.job;
 }
 
@@ -488,6 +492,7 @@ Status Bootstrap::CreatePlane(Network& network, std::unique_ptr<DataPlane>& plan
 LinkOptions Bootstrap::Links() {
   LinkOptions links;
   links.doorbell = connections_->doorbell.get();
+  links.liveness = connections_->liveness.get();
   links.counters = &connections_->counters;
   links.timeout_ns = TimeLeftNs();
   links.memory = &connections_->memory;
@@ -512,13 +517,11 @@ Status Bootstrap::WatchOtherHosts() {
   options.only_watches = true;
   options.clock = &SteadyClock();
   options.log = made.log.get();
-  options.doorbell = made.doorbell.get();
+  options.liveness = made.liveness.get();
   Result<std::shared_ptr<StreamHub>> hub =
       ListenBeside(*made.transport, elsewhere, options, config_.interfaces, TimeLeftNs());
   if (!hub.ok()) return hub.status();
   made.hub = std::move(hub).value();
-  if (made.hub == nullptr) return {};
-  made.transport = MakeWatchedTransport(std::move(made.transport), made.hub);
   return {};
 }
 
@@ -527,24 +530,26 @@ Status Bootstrap::ShareHostMemory() {
   Connections& made = *connections_;
   const int hosts = 1 + *std::ranges::max_element(made.rendezvous.host);
   if (!config_.shared_memory || hosts == made.transport->size()) return {};
-  Result<HostGroup> shared =
-      ShareMemory(*made.transport, made.rendezvous.host, *made.doorbell, TimeLeftNs());
+  auto peers = std::make_unique<PeerWatch>(*made.liveness);
+  Result<HostGroup> shared = ShareMemory(
+      *made.transport, made.rendezvous.host, *made.doorbell,
+      [&](int rank, pid_t pid) { (void)peers->Add(rank, pid); }, TimeLeftNs());
   if (!shared.ok()) return shared.status();
   made.shared = std::move(shared).value();
   made.buffers = made.shared.memory;
   if (made.shared.memory != nullptr) {
     const std::vector<int>& ranks = made.shared.memory->ranks();
     const auto mine = std::ranges::find(ranks, made.transport->rank()) - ranks.begin();
-    made.shared.peers->UsePulses(PulsesOf(*made.shared.memory), ranks, static_cast<size_t>(mine),
-                                 ToNs(config_.liveness_timeout_s));
-    made.shared.peers->SetDescribeLast([memory = made.shared.memory](int rank, int64_t* age_ns) {
+    made.peers = std::move(peers);
+    made.peers->UsePulses(PulsesOf(*made.shared.memory), ranks, static_cast<size_t>(mine),
+                          ToNs(config_.liveness_timeout_s));
+    made.peers->SetDescribeLast([memory = made.shared.memory](int rank, int64_t* age_ns) {
       const auto at = std::ranges::find(memory->ranks(), rank) - memory->ranks().begin();
       const FlightRing& ring = *FlightsOf(*memory)[static_cast<size_t>(at)];
       return DescribeLast(ring, SteadyClock().NowNs(), age_ns);
     });
     made.between_hosts = std::move(made.transport);
-    made.transport =
-        MakeHostTransport(made.between_hosts, made.shared.memory, made.shared.peers.get());
+    made.transport = MakeHostTransport(made.between_hosts, made.shared.memory, made.liveness.get());
   }
   if (!made.shared.failure.empty() && made.transport->rank() == 0) {
     made.log->Write(LogLevel::kWarning,

@@ -13,6 +13,8 @@
 
 #include "coordinator/control/rendezvous.h"
 #include "coordinator/control/share_memory.h"
+#include "coordinator/liveness/peer_watch.h"
+#include "coordinator/liveness/table.h"
 #include "core/borrowed_memory.h"
 #include "core/config.h"
 #include "core/counters.h"
@@ -37,12 +39,14 @@ struct Connections {
   std::shared_ptr<InProcessJob> job;  ///< nullptr: of other processes.
   std::string job_name;               ///< The launcher's; empty: it has none.
   std::shared_ptr<FutexDoorbell> doorbell;
+  std::unique_ptr<LivenessTable> liveness;
   std::unique_ptr<Log> log;
   std::unique_ptr<Network> network;          ///< nullptr: the process's MPI, or none.
   std::shared_ptr<Transport> between_hosts;  ///< Below a transport in shared memory.
   std::unique_ptr<Transport> transport;
   std::shared_ptr<StreamHub> hub;         ///< Below the transport; nullptr: none.
   HostGroup shared;                       ///< With other processes.
+  std::unique_ptr<PeerWatch> peers;       ///< Of those; nullptr: without memory.
   std::shared_ptr<SharedMemory> buffers;  ///< Where ranks reduce in place; nullptr: nowhere.
   std::unique_ptr<DataPlane> flat;        ///< The CPU plane between all ranks.
   std::unique_ptr<DataPlane> host_plane;  ///< Of the CUDA plane alone.

@@ -200,7 +200,8 @@ void Generation::StartEngine(std::unique_ptr<Connections> joined, uint64_t numbe
   parts.transport = joined_->transport.get();
   for (const std::unique_ptr<DataPlane>& plane : planes_) parts.planes.push_back(plane.get());
   parts.doorbell = joined_->doorbell.get();
-  parts.peers = joined_->shared.peers.get();
+  parts.liveness = joined_->liveness.get();
+  parts.peers = joined_->peers.get();
   parts.hub = joined_->hub.get();
   parts.clock = &SteadyClock();
   parts.counters = &joined_->counters;

@@ -10,7 +10,7 @@
 
 #include "coordinator/diagnosis/diagnosis.h"
 #include "coordinator/engine/engine.h"
-#include "coordinator/engine/gradient_round.h"
+#include "coordinator/gradients/wrap_comparison.h"
 #include "coordinator/job/bootstrap.h"
 #include "core/config.h"
 #include "core/launcher.h"

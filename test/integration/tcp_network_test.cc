@@ -142,20 +142,18 @@ TEST(TcpNetwork, ALostRankIsReportedOnceAfterItsMessages) {
       while (!me.transport->Drained()) std::this_thread::yield();
       return Status();
     }
+    while (me.liveness.news() == 0) std::this_thread::yield();
     int messages = 0;
     for (;;) {
       Result<std::optional<Transport::Incoming>> polled = me.transport->Poll();
       if (!polled.ok()) return polled.status();
-      if (!polled.value()) {
-        std::this_thread::yield();
-      } else if (polled.value()->lost.ok()) {
-        ++messages;
-      } else {
-        EXPECT_EQ(polled.value()->from, 1);
-        EXPECT_EQ(messages, 2);
-        return me.transport->Send(1, {});
-      }
+      if (!polled.value()) break;
+      ++messages;
     }
+    EXPECT_EQ(messages, 2);
+    EXPECT_EQ(me.liveness.Judge().error.facts().ranks, std::vector<int32_t>{1});
+    EXPECT_EQ(me.liveness.news(), 1);
+    return me.transport->Send(1, {});
   });
   EXPECT_EQ(outcomes[0].code(), Code::kUnavailable) << outcomes[0].ToString();
 }
@@ -180,12 +178,11 @@ TEST(TcpNetwork, ARankThatHasLeftIsNotLost) {
       if (!polled.ok()) return polled.status();
       if (!polled.value()) {
         std::this_thread::yield();
-      } else if (!polled.value()->lost.ok()) {
-        return polled.value()->lost;
       } else {
         came = true;
       }
     }
+    FARANDOLE_RETURN_IF_ERROR(me.liveness.Judge().error);
     return me.transport->Send(1, {});
   }));
 }

@@ -21,7 +21,7 @@ LAYERS = ["core", "ops", "coordinator", "bindings", "examples"]
 #: interfaces of planes and devices, what the CPU planes share, and the planes; in `ops/gpu` the plane
 #: with the interface of its backends, and the backends; in `ops/p2p` the plane, and its links.
 INNER_LAYERS = {
-    "coordinator": [{"protocol"}, {"control"}, {"engine"}, {"diagnosis"}, {"job"}],
+    "coordinator": [{"protocol"}, {"control"}, {"liveness"}, {"engine"}, {"diagnosis", "gradients"}, {"job"}],
     "ops": [{""}, {"cpu"}, {"shm", "p2p", "hierarchical", "gpu"}],
     "ops/gpu": [{""}, {"cuda", "nccl"}],
     "ops/p2p": [{""}, {"mpi", "tcp"}],

@@ -39,7 +39,7 @@ Player::Player(World& world, int rank)
       rank_(rank),
       negotiation_(OptionsOf(world, rank), *this, Detectors(*this)),
       transport_(world, rank),
-      coalescer_(transport_, counters_),
+      coalescer_(transport_, counters_, liveness_),
       progress_(world.scenario().ops.size(), Progress::kWaiting) {
   logical_[kGlobalSet] = 0;
 }

@@ -13,6 +13,7 @@
 
 #include "coordinator/control/frame_coalescer.h"
 #include "coordinator/diagnosis/detectors.h"
+#include "coordinator/liveness/table.h"
 #include "coordinator/protocol/batching.h"
 #include "coordinator/protocol/negotiation.h"
 #include "core/counters.h"
@@ -127,6 +128,7 @@ class Player final : public NegotiationListener, private DetectorListener {
   std::vector<std::byte> bytes_;
   WorldTransport transport_;
   Counters counters_;
+  LivenessTable liveness_;
   FrameCoalescer coalescer_;
 
   std::vector<Progress> progress_;  // by operation

@@ -59,6 +59,7 @@ class SteppedJob {
  private:
   struct Rank {
     std::unique_ptr<FutexDoorbell> doorbell;
+    std::unique_ptr<LivenessTable> liveness;
     std::unique_ptr<Counters> counters;
     std::unique_ptr<RecordingLog> log;
     std::unique_ptr<Transport> transport;

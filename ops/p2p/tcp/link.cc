@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/clock.h"
+#include "core/liveness.h"
 #include "ops/data_plane.h"
 #include "ops/p2p/tcp/stream.h"
 
@@ -407,17 +408,16 @@ void TcpPeer::Cancel(TcpLink& link, Channels& channels) {
 
 /// For good: what is queued goes nowhere any more.
 Status TcpPeer::Fail(const Status& status) {
-  if (status.code() == Code::kResourceExhausted) {  // this rank's, not the peer's
-    failure_ = FailedOn(streams_.rank(), status);
-    return failure_;
+  if (!status.facts().ranks.empty()) return failure_ = status;  // the hub knows more
+  if (status.code() == Code::kResourceExhausted) {              // this rank's, not the peer's
+    return failure_ = FailedOn(streams_.rank(), status);
   }
-  const std::string peer = "rank " + std::to_string(rank());
-  const std::string why = status.code() == Code::kUnavailable
-                              ? peer + " and rank " + std::to_string(streams_.rank()) +
-                                    " lost their data connection (" + status.message() + ")"
-                              : "data connection to " + peer + ": " + status.message();
-  failure_ = Status(status.code(), why, {.ranks = {rank()}, .cause = why});
-  return failure_;
+  const std::string& why = status.message();
+  if (status.code() == Code::kUnavailable) {
+    return failure_ = LostConnection(rank(), streams_.rank(), "data connection", why);
+  }
+  const std::string text = "data connection to " + RankName(rank()) + ": " + why;
+  return failure_ = FailedOn(rank(), Status(status.code(), text));
 }
 
 Status TcpPeer::Broken(const std::string& what) const {

@@ -16,7 +16,8 @@ import farandole
 import farandole.torch as fl
 from fake_gpu import NCCL, FakeGpu, late, needs_fake_gpu, pose, reading
 from farandole import _core, _libraries, basics, ops
-from farandole.torch import _codecs, distributed
+from farandole.torch import distributed
+from farandole.torch.optimizer import _codecs
 from operations import CASES, Numpy, Torch, check, named
 from ranks import on_threads, run_threads
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +13,8 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from farandole import _core, ops
+from farandole import _core, basics, ops
+from farandole.basics import ProcessSet
 from farandole.torch import _compat, _library
 
 Callback = Callable[..., None]  # what torch passes is ignored
@@ -25,6 +26,7 @@ class Settings:
     """What optimizers that share a parameter must agree on.
 
     Attributes:
+        process_set: The ranks that share the gradients.
         options: The reduction.
         compression: An object with ``compress`` and ``decompress``; None: ``options.wire`` does.
         size: How many ranks share the gradients.
@@ -33,10 +35,10 @@ class Settings:
         densifies: Sparse gradients travel as dense ones.
         group_count: How many groups to cut the gradients into; 0: by their size.
         overlaps: Gradients are sent during the backward pass; otherwise at its end.
-        are_views: Gradients in host memory are moved to buffers where ranks reduce without copies.
-        are_shared: Gradients in host memory are made by autograd in such buffers.
+        are_shared: Gradients in host memory are made by autograd where ranks reduce without copies.
     """
 
+    process_set: ProcessSet
     options: _core.Options
     compression: Any
     size: int
@@ -45,8 +47,17 @@ class Settings:
     densifies: bool
     group_count: int
     overlaps: bool
-    are_views: bool
     are_shared: bool
+
+    def of_now(self) -> Settings:
+        """The same in the job that this thread is in, whose ranks may be others.
+
+        Raises:
+            TypeError: The process set has not been added to it.
+        """
+        old, uid = self.options, basics.uid_of(self.process_set, "DistributedOptimizer")
+        options = ops.options(ops.ALLREDUCE, old.op, old.prescale, old.postscale, -1, old.wire, uid)
+        return replace(self, options=options, size=self.process_set.size() or 1)
 
     def plain(self, kind: int, op: int = ops.Sum) -> _core.Options:
         """Of a collective among the same ranks."""

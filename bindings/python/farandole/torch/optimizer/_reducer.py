@@ -26,18 +26,17 @@ from typing import Any
 
 import torch
 
-from farandole import _core
+from farandole import _core, basics
 from farandole.basics import Context
 from farandole.exceptions import HorovodInternalError, MismatchError
-from farandole.torch import _codecs, _compat, _library
-from farandole.torch._backward_end import OutermostBackward, at_the_end, current_task, is_compiled
-from farandole.torch._gradient_memory import GradientMemory
-from farandole.torch._low_rank import LowRankExchange, codec_for, low_rank_of
-from farandole.torch._parameters import GradientHooks, Settings, is_live, label
-from farandole.torch._sparse import SparseExchange
+from farandole.torch import _compat, _library
+from farandole.torch.optimizer import _codecs
+from farandole.torch.optimizer._backward_end import OutermostBackward, at_the_end, current_task, is_compiled
+from farandole.torch.optimizer._gradient_memory import GradientMemory
+from farandole.torch.optimizer._low_rank import LowRankExchange, codec_for, low_rank_of
+from farandole.torch.optimizer._parameters import GradientHooks, Settings, is_live, label
+from farandole.torch.optimizer._sparse import SparseExchange
 
-_ALIGN = 64  # bytes, of a cache line
-_INTERRUPTED = "the wait for the other ranks was interrupted"
 _TORCH = (current_task, torch.is_grad_enabled, _library.count_owners, _library.SOLE_OWNER)
 
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -56,12 +55,13 @@ class GradientReducer:
         wrapped: Those of the whole optimizer, which ranks compare.
         settings: How.
 
+    After ``shutdown()`` and ``init()`` it goes on in the new job, whatever ranks that has; see :meth:`follow`.
+
     Attributes:
-        rank, settings: As given.
+        rank, settings: As given; of the job in which it is.
         gradients: The rounds' state.
-        number: Of the optimizer, in the order of wrapping.
+        number: Of the optimizer there, in the order of wrapping.
         prefix: Of its operations' names; distinct per reducer.
-        passes: Backward passes per round; may be changed between rounds.
         is_no_sync: Backward passes accumulate only.
     """
 
@@ -70,32 +70,31 @@ class GradientReducer:
         self.settings = settings
         self.passes = settings.passes
         self.is_no_sync = False
+        self._wrapped = wrapped
         sizes = [p.numel() * p.element_size() for _, p in named if is_live(p)]
         count = settings.group_count
         self.gradients = rank.core.gradients(
             settings.options, self, list(named), [label(*item) for item in wrapped], _TORCH,
             -(-sum(sizes) // count) if count else 0, settings.overlaps, settings.is_average,
         )  # fmt: skip
-        self.number = self.gradients.number
-        self.prefix = f"gradients.{self.number}."
+        self.gradients.set_passes(settings.passes)
+        self._number()
         self._low_rank: dict[int, _core.GradientSlot] = {}  # those that travel as two matrices
-        self._flats: dict[str, torch.Tensor] = {}  # the memory of views, by their slots' names
         self._memory: list[GradientMemory] = []  # where autograd makes gradients
         self._held = {id(parameter) for _, parameter in named}  # what is held here keeps them alive
         self._default_device = _codecs.default_device_of(())
         self._lock = threading.RLock()
         ended, failed = _weakly(self._pass_ended), _weakly(self.fail)
         self._backward = OutermostBackward(ended, failed, self.gradients)
-        self._passes_seen = 0
         self._is_defined = self._is_compared = False
-        self._error: str | None = None
         self._doubts: list[tuple[str, torch.Tensor]] = []
         self._hooks: list[GradientHooks] = []
         self._unhooked: list[GradientHooks] = []
         self._hook(slot.parameter for slot in self.gradients)
 
     def __del__(self) -> None:
-        self._remove_hooks()
+        for hooks in self._hooks:
+            hooks.remove()
         try:
             if self.gradients.is_open:
                 self.fail(RuntimeError("the optimizer was dropped in the middle of a round"))
@@ -105,6 +104,39 @@ class GradientReducer:
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether the parameter's gradients are reduced here."""
         return id(parameter) in self._held
+
+    def follow(self) -> bool:
+        """Whether it is in a job, to which it goes when its own is over and this thread is in another.
+
+        Reducers go together, in the order of their wraps, which is that of ranks that wrap their first optimizers
+        there. One whose parameters another reducer of that job has stays behind.
+        """
+        if self.rank.core.is_open:
+            return True
+        rank = basics.find()
+        if rank is None:
+            return False
+        for reducer in sorted(self.rank.reducers, key=lambda reducer: reducer.number):
+            reducer._go_to(rank)
+        return self.rank is rank
+
+    def _go_to(self, rank: Context) -> None:
+        if any(reducer.holds(slot.parameter) for reducer in rank.reducers for slot in self.gradients):
+            return
+        settings = self.settings.of_now()
+        labels = [label(*item) for item in self._wrapped]
+        self.gradients.rebind(rank.core, settings.options.set, labels)
+        self.rank.reducers.discard(self)
+        rank.reducers.add(self)
+        self.rank, self.settings = rank, settings
+        for slot in self.gradients:
+            slot.codec = None  # what it has learned is this rank's alone
+        self._is_defined = self._is_compared = False
+        self._number()
+
+    def _number(self) -> None:
+        self.number = self.gradients.number
+        self.prefix = f"gradients.{self.number}."
 
     def add(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Takes more parameters in, the same on all ranks."""
@@ -158,17 +190,13 @@ class GradientReducer:
     @property
     def is_in_flight(self) -> bool:
         """Whether gradients are accumulated or sent that step() or synchronize() has to complete."""
-        return self.gradients.is_open or self._passes_seen > 0
+        return self.gradients.has_window
 
     def close(self) -> None:
-        """After shutdown(): backward() is left alone from now on, and nothing is in flight."""
-        self._remove_hooks()
+        """After shutdown(): backward() is left alone until :meth:`follow`, and nothing is in flight."""
+        self._backward.release()
+        self._doubts.clear()
         self._memory.clear()
-        self._passes_seen = 0
-
-    def _remove_hooks(self) -> None:
-        for hooks in self._hooks:
-            hooks.remove()
 
     # What hooks call, by way of the slots.
 
@@ -183,6 +211,8 @@ class GradientReducer:
                 "backward(create_graph=True) cannot be combined with a DistributedOptimizer: the "
                 "exchange is not differentiable; use torch.autograd.grad(..., create_graph=True)"
             )
+        if not self.follow():
+            return
         with self._lock:
             self.gradients[index].forget_reduced()
             if is_compiled():
@@ -195,11 +225,8 @@ class GradientReducer:
 
     def _begin_pass(self) -> None:
         self._settle()
-        self.gradients.count_pass(self.is_no_sync)
-        if not self.is_no_sync:
-            self._passes_seen += 1
-            if self._passes_seen >= self.passes:
-                self._begin()
+        if self.gradients.count_pass(self.is_no_sync):
+            self._begin()
 
     def before_accumulation(self, index: int) -> None:
         """A gradient must be added neither to one in flight nor, except to a mean, to a reduced.
@@ -211,7 +238,7 @@ class GradientReducer:
             RuntimeError: Another thread runs backward passes.
         """
         slot = self.gradients[index]
-        if not self._backward.enters(slot.name, slot.parameter.is_cuda):
+        if not self.follow() or not self._backward.enters(slot.name, slot.parameter.is_cuda):
             return
         self._complete_earlier_round()
         if self.settings.is_average or not slot.holds_reduced():
@@ -287,12 +314,10 @@ class GradientReducer:
         self._end()
         try:
             yield from self._results()
-        except GeneratorExit:  # another optimizer's failure in the same pass
-            self._error = _INTERRUPTED
-            raise
-        except BaseException as error:
-            self._error = _INTERRUPTED if self.gradients.is_pending else str(error)
-            if not self.gradients.is_pending:
+        except BaseException as error:  # GeneratorExit: another optimizer's failure in the same pass
+            is_interrupted = self.gradients.is_pending or isinstance(error, GeneratorExit)
+            self.gradients.note_failure(None if is_interrupted else str(error))
+            if not is_interrupted:
                 self.gradients.drop()
                 self._memory.clear()  # another rank may still write there: no other tensor gets it
             raise
@@ -311,44 +336,48 @@ class GradientReducer:
         self.gradients.release_sparse()
 
     def fail(self, error: BaseException | None) -> None:
-        """Ends the window as failed, here and on every rank, without waiting for the others."""
-        if not self.gradients.is_open and not self._passes_seen:
-            return
+        """Ends the window, if one has begun, as failed, here and on every rank; see :meth:`refuse`."""
+        if self.is_in_flight:
+            self._fail(error)
+
+    def _fail(self, error: BaseException | None) -> None:
         told_later = contextlib.suppress(HorovodInternalError, ValueError)  # by the next operation
         with self._lock, told_later:
             self._settle()
             text = f"{type(error).__name__}: {error}" if error is not None else "backward() failed"
-            self._error = text
             self.gradients.fail(text)
-        self._passes_seen = 0
         self._backward.release()
         self._doubts.clear()
 
     def _cancel(self, error: BaseException) -> None:
         """Ends a round of which nothing was sent; unless no rank can begin it, it fails on all."""
         if isinstance(error, MismatchError):
-            self._passes_seen, self._error = 0, str(error)
             self._backward.release()
+        elif isinstance(error, GeneratorExit):
+            self.fail(RuntimeError("the wait for the other ranks was interrupted"))
         else:
-            self.fail(RuntimeError(_INTERRUPTED) if isinstance(error, GeneratorExit) else error)
+            self.fail(error)
 
     def refuse(self, error: BaseException) -> None:
-        """Fails a round that has not begun on this rank, unless one failed already."""
-        if self._error is None:
-            self._passes_seen = max(self._passes_seen, 1)
-            self.fail(error)
+        """Fails a round, also one that has not begun on this rank, without waiting for the others.
+
+        Unless one failed already.
+        """
+        if self.gradients.failure is None:
+            self._fail(error)
 
     def raise_if_failed(self) -> None:
         """HorovodInternalError when the last round failed and its gradients are still there."""
-        if self._error is not None:
+        failure = self.gradients.failure
+        if failure is not None:
             way_out = "call backward() or zero_grad() first"
-            if self._error is _INTERRUPTED:
+            if self.gradients.is_interrupted:
                 way_out = (
                     "the other ranks have them and go on to their next step; unless they were "
                     "interrupted too, begin anew on all ranks with shutdown() and init()"
                 )
             raise HorovodInternalError(
-                f"step() after a failed backward ({self._error}); its gradients are incomplete: " + way_out
+                f"step() after a failed backward ({failure}); its gradients are incomplete: " + way_out
             )
 
     def before_zero_grad(self) -> None:
@@ -366,8 +395,7 @@ class GradientReducer:
             )
         self._settle()
         self.gradients.release_completed()
-        self._error = None
-        self._passes_seen = 0
+        self.gradients.forget()
         self._doubts.clear()
         self.gradients.forget_reduced()  # zeros may be added to
         self._refresh_hooks()
@@ -387,8 +415,6 @@ class GradientReducer:
     def _begin(self) -> None:
         self._settle()
         self.gradients.release_completed()
-        self._error = None
-        self._passes_seen = max(self._passes_seen, 1)  # it fails on all ranks if it cannot begin
         try:
             self._define_changes()
             for slot in self._low_rank.values():
@@ -397,7 +423,7 @@ class GradientReducer:
                 self._share(self.gradients)
             self.gradients.open()
         except BaseException as error:
-            self.fail(error)
+            self._fail(error)
             raise
 
     def _define_changes(self) -> None:
@@ -410,8 +436,6 @@ class GradientReducer:
         descriptions = [self._define(slot) for slot in self.gradients]
         self._low_rank = low_rank_of(self.gradients)
         self.gradients.define(descriptions, default.like)
-        if self.settings.are_views and default.like is None:
-            self._make_views()
         self._memory.clear()
         self._is_defined = True
 
@@ -420,40 +444,6 @@ class GradientReducer:
         live = [slot for slot in slots if slot.dtype is not None and is_live(slot.parameter)]
         sizes = [slot.parameter.numel() * slot.dtype.itemsize for slot in live]
         self._memory.append(GradientMemory(self.rank.core, sizes))
-
-    def _make_views(self) -> None:
-        """Gives slots whose gradients were defined anew views of one new buffer.
-
-        A batch is reduced without copies if all of it lies in such memory.
-        """
-        slots = [slot for slot in self.gradients if self._lacks_view(slot)]
-        sizes = [slot.parameter.numel() * slot.parameter.element_size() for slot in slots]
-        begins = list(itertools.accumulate((-(-n // _ALIGN) * _ALIGN for n in sizes), initial=0))
-        memory = self.rank.core.allocate(begins[-1])
-        for slot, begin in zip(slots, begins, strict=False):
-            parameter = slot.parameter
-            flat = torch.frombuffer(memory, dtype=parameter.dtype, count=parameter.numel(), offset=begin)
-            self._flats[slot.name] = flat
-            # Not flat.view(): views in autograd's sense cannot be detached in place.
-            slot.view = torch.empty(0, dtype=flat.dtype).set_(
-                flat.untyped_storage(), 0, parameter.shape, parameter.stride()
-            )
-
-    def _lacks_view(self, slot: _core.GradientSlot) -> bool:
-        """Whether the slot's gradients can have a view, and have none as they are defined.
-
-        ``Module.to()`` gives gradients other memory, and so the view, which is one.
-        """
-        view, parameter = slot.view, slot.parameter
-        is_plain = slot.codec is None and slot.dtype is parameter.dtype and is_live(parameter)
-        if not is_plain or parameter.numel() == 0 or not parameter.is_contiguous():
-            slot.view = None
-            return False
-        return (
-            view is None
-            or (view.dtype, view.shape) != (parameter.dtype, parameter.shape)
-            or view.data_ptr() != self._flats[slot.name].data_ptr()
-        )
 
     def _define(self, slot: _core.GradientSlot) -> _core.GradientDescription:
         """Dtype and shape on the wire of the next gradients, as the parameter looks now."""
@@ -573,7 +563,6 @@ class GradientReducer:
         except BaseException as error:
             self.fail(error)
             raise
-        self._passes_seen = 0
 
     def _settle(self) -> None:
         """Waits for the end of a round that nobody waited for; its outcome was told before."""

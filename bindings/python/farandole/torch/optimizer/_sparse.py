@@ -16,8 +16,8 @@ import torch
 from farandole import ops
 from farandole._core import Gradients
 from farandole.basics import Context
-from farandole.torch._codecs import DefaultDevice
-from farandole.torch._parameters import Settings
+from farandole.torch.optimizer._codecs import DefaultDevice
+from farandole.torch.optimizer._parameters import Settings
 
 _PRESENT, _CLEAN = 0, 1  # columns of what ranks have of each parameter
 

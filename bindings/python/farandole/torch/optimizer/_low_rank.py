@@ -18,9 +18,10 @@ import torch
 
 from farandole import _core, ops
 from farandole.basics import Context
-from farandole.torch import _codecs, _library
-from farandole.torch._parameters import Settings
+from farandole.torch import _library
 from farandole.torch.compression import PowerSGD
+from farandole.torch.optimizer import _codecs
+from farandole.torch.optimizer._parameters import Settings
 
 
 def suits(parameter: torch.Tensor, rank: int) -> bool:

@@ -1,4 +1,4 @@
-#include "coordinator/engine/gradient_round.h"
+#include "coordinator/gradients/gradient_round.h"
 
 #include <algorithm>
 #include <array>
@@ -36,10 +36,7 @@ std::vector<std::vector<int32_t>> FormGroups(std::span<const int32_t> order,
 
 namespace {
 
-constexpr size_t kCompared = 10'000;  // labels; of a larger optimizer the first round compares all
 constexpr const char* kWrapCount = "number of wrapped optimizers";
-constexpr const char* kWrapAlike =
-    ": every rank must wrap the same optimizers, with the same parameters, in the same order";
 
 /// Results of one group in memory that is asked for by the number of the gradient.
 class GroupResults final : public ResultAllocator {
@@ -56,22 +53,6 @@ class GroupResults final : public ResultAllocator {
   const std::vector<int32_t> tensors_;
 };
 
-std::vector<std::string> LabelsOf(const std::vector<TensorSignature>& tensors) {
-  std::vector<std::string> labels;
-  for (const TensorSignature& tensor : tensors)
-    labels.push_back(tensor.name + " " + Describe(tensor));
-  return labels;
-}
-
-std::string PrefixOf(int32_t number) { return "gradients." + std::to_string(number) + "."; }
-
-/// Waits for `work`, if there is any, until `deadline_ns`.
-bool WaitUntil(Engine& engine, const std::shared_ptr<Work>& work, int64_t deadline_ns) {
-  if (work == nullptr || work->done()) return true;
-  if (deadline_ns == kNever) return engine.Wait(*work, -1);
-  return engine.Wait(*work, std::max<int64_t>(deadline_ns - SteadyClock().NowNs(), 0));
-}
-
 /// Whether each number below its length comes once.
 bool IsOrder(std::span<const int32_t> order) {
   std::vector<bool> seen(order.size(), false);
@@ -83,98 +64,45 @@ bool IsOrder(std::span<const int32_t> order) {
   return true;
 }
 
-int64_t DeadlineIn(int64_t timeout_ns) {
-  return timeout_ns < 0 ? kNever : SteadyClock().NowNs() + timeout_ns;
-}
-
 }  // namespace
 
-int32_t WrapComparison::Add(uint32_t set, const std::vector<std::string>& labels) {
-  const std::lock_guard lock(mutex_);
-  Wraps& of_set = wraps_[set];
-  std::deque<Wrap>& wraps = of_set.others;
-  const int32_t number = of_set.count();
-  Signature signature;
-  signature.tensors.push_back({std::to_string(labels.size()) + " parameters", DType::kUint8, {0}});
-  for (size_t i = 0; i < std::min(labels.size(), kCompared); ++i)
-    signature.tensors.push_back({labels[i], DType::kUint8, {0}});
-  const std::vector<const void*> in(signature.tensors.size());
-  const std::vector<void*> out(signature.tensors.size());
-  Result<std::shared_ptr<Work>> started = std::shared_ptr<Work>();
-  Result<Operation*> prepared = engine_.operations().Prepare(
-      {set, OpKind::kAllreduce, PrefixOf(number) + "parameters at the wrap"}, signature);
-  const HeldOperation held(prepared.ok() ? prepared.value() : nullptr);
-  if (prepared.ok()) started = engine_.Start(*held, in, out);
-  // What cannot be started is told by the first round, if there is one.
-  if (!prepared.ok()) {
-    wraps.push_back({nullptr, prepared.status()});
-  } else if (!started.ok()) {
-    wraps.push_back({nullptr, started.status()});
-  } else {
-    wraps.push_back({started.value(), Status()});
-  }
-  return number;
-}
-
-int32_t WrapComparison::count(uint32_t set) const {
-  const std::lock_guard lock(mutex_);
-  const auto wraps = wraps_.find(set);
-  return wraps == wraps_.end() ? 0 : wraps->second.count();
-}
-
-// One after the other; what is alike is forgotten. Threads with an optimizer each may wait for the
-// same wraps; the lock is not held meanwhile.
-bool WrapComparison::Wait(uint32_t set, int32_t number, int64_t timeout_ns, Status* outcome) {
-  const int64_t deadline_ns = DeadlineIn(timeout_ns);
-  std::unique_lock lock(mutex_);
-  Wraps& wraps = wraps_[set];
-  while (wraps.alike <= number) {
-    const int32_t first = wraps.alike;
-    const std::shared_ptr<Work> work = wraps.others.front().work;
-    if (work == nullptr) {
-      *outcome = wraps.others.front().outcome;
-      return true;
-    }
-    lock.unlock();
-    if (!WaitUntil(engine_, work, deadline_ns)) return false;
-    lock.lock();
-    if (wraps.alike != first || wraps.others.front().work == nullptr) {
-      continue;  // another thread has seen it
-    }
-    Wrap& wrap = wraps.others.front();
-    const Status& status = work->status();
-    if (status.ok()) {
-      wraps.others.pop_front();
-      ++wraps.alike;
-      continue;
-    }
-    wrap.outcome = status.code() != Code::kMismatch
-                       ? status
-                       : Status(status.code(),
-                                status.message() + "; it is wrapped optimizer " +
-                                    std::to_string(first + 1) + kWrapAlike,
-                                status.facts());
-    wrap.work = nullptr;
-  }
-  *outcome = Status();
-  return true;
-}
-
 GradientRound::GradientRound(Engine& engine, Options options, std::vector<TensorSignature> tensors,
-                             const std::vector<std::string>& labels, WrapComparison* wraps,
+                             std::vector<std::string> labels, WrapComparison* wraps,
                              std::shared_ptr<ResultAllocator> results)
-    : engine_(engine),
-      options_(std::move(options)),
-      wraps_(wraps),
-      results_(std::move(results)),
-      joins_(engine.lifecycle().joins()),
-      step_{.step = 1} {
-  if (options_.prefix.empty() && wraps_ != nullptr) {
-    number_ = wraps_->Add(options_.set, labels.empty() ? LabelsOf(tensors) : labels);
-    is_compared_ = false;
-    options_.prefix = PrefixOf(number_);
-  }
+    : options_(std::move(options)), results_(std::move(results)) {
   for (TensorSignature& tensor : tensors) gradients_.push_back({std::move(tensor)});
+  Bind(engine, wraps, std::move(labels));
+}
+
+void GradientRound::Bind(Engine& engine, WrapComparison* wraps, std::vector<std::string> labels) {
+  now_ = std::make_unique<Generation>();
+  now_->engine = &engine;
+  now_->wraps = wraps;
+  now_->prefix = options_.prefix;
+  now_->joins = engine.lifecycle().joins();
+  if (!options_.prefix.empty() || wraps == nullptr) return;
+  if (labels.empty())
+    for (const Gradient& gradient : gradients_)
+      labels.push_back(gradient.tensor.name + " " + Describe(gradient.tensor));
+  now_->number = wraps->Add(options_.set, labels);
+  now_->is_compared = false;
+  now_->prefix = GradientPrefix(now_->number);
+}
+
+Status GradientRound::Unbind() {
+  if (InFlight()) return InvalidArgument("gradients are in flight");
+  if (is_bound()) ResetRound();
+  window_passes_ = 0;
+  now_ = nullptr;
+  return {};
+}
+
+Status GradientRound::Rebind(Engine& engine, WrapComparison* wraps, uint32_t set,
+                             std::vector<std::string> labels) {
+  FARANDOLE_RETURN_IF_ERROR(Unbind());
+  options_.set = set;
+  Bind(engine, wraps, std::move(labels));
+  return {};
 }
 
 // The groups are kept. If each rank formed them again from its own sizes, ranks that disagree would
@@ -184,26 +112,28 @@ Status GradientRound::Redefine(std::vector<TensorSignature> tensors, DeviceKind 
     return InvalidArgument(std::to_string(tensors.size()) + " gradients redefined; expected " +
                            std::to_string(gradients_.size()));
   }
-  if (is_ended_ || !order_.empty()) return InvalidArgument("gradients redefined within a round");
+  if (round_.is_ended || !round_.order.empty())
+    return InvalidArgument("gradients redefined within a round");
   options_.common.device = device;
   for (size_t i = 0; i < tensors.size(); ++i) gradients_[i].tensor = std::move(tensors[i]);
-  if (groups_.empty()) return {};
+  if (now_->groups.empty()) return {};
   std::vector<std::vector<int32_t>> groups;
-  for (const Group& group : groups_) groups.push_back(group.tensors);
-  return UseGroups(std::move(groups), has_order_);
+  for (const Group& group : now_->groups) groups.push_back(group.tensors);
+  return UseGroups(std::move(groups), now_->has_order);
 }
 
 Status GradientRound::Add(std::vector<TensorSignature> tensors) {
-  if (is_ended_) return InvalidArgument("gradients added while the ended round runs");
-  std::vector<int32_t> last = groups_.empty() ? std::vector<int32_t>() : groups_.back().tensors;
+  if (round_.is_ended) return InvalidArgument("gradients added while the ended round runs");
+  std::vector<int32_t> last =
+      now_->groups.empty() ? std::vector<int32_t>() : now_->groups.back().tensors;
   for (TensorSignature& tensor : tensors) {
     last.push_back(static_cast<int32_t>(gradients_.size()));
     gradients_.push_back({std::move(tensor)});
   }
   has_unreduced_ = true;
-  if (groups_.empty()) return {};
-  Group& group = groups_.back();
-  Result<Group> extended = Prepare(std::move(last), groups_.size() - 1, groups_.size());
+  if (now_->groups.empty()) return {};
+  Group& group = now_->groups.back();
+  Result<Group> extended = Prepare(std::move(last), now_->groups.size() - 1, now_->groups.size());
   FARANDOLE_RETURN_IF_ERROR(extended.status());
   for (size_t k = 0; k < group.tensors.size(); ++k) {
     extended.value().in[k] = group.in[k];
@@ -230,8 +160,8 @@ Result<GradientRound::Group> GradientRound::Prepare(std::vector<int32_t> tensors
   if (number + 1 == count && options_.has_flag)
     signature.tensors.push_back({"flag", DType::kFloat32, {0}});
   const std::string name = "group " + std::to_string(number) + " of " + std::to_string(count);
-  Result<Operation*> prepared = engine_.operations().Prepare(
-      {options_.set, OpKind::kAllreduce, options_.prefix + name}, signature, &group.version);
+  Result<Operation*> prepared = now_->engine->operations().Prepare(
+      {options_.set, OpKind::kAllreduce, now_->prefix + name}, signature, &group.version);
   FARANDOLE_RETURN_IF_ERROR(prepared.status());
   group.operation.reset(prepared.value());
   group.in.resize(signature.tensors.size());
@@ -247,8 +177,8 @@ Status GradientRound::UseGroups(std::vector<std::vector<int32_t>> groups, bool h
     FARANDOLE_RETURN_IF_ERROR(prepared.status());  // a final error: no round follows
     prepared_groups.push_back(std::move(prepared).value());
   }
-  groups_ = std::move(prepared_groups);
-  has_order_ = has_order;
+  now_->groups = std::move(prepared_groups);
+  now_->has_order = has_order;
   return {};
 }
 
@@ -256,13 +186,15 @@ Status GradientRound::UseGroups(std::vector<std::vector<int32_t>> groups, bool h
 // order that the others have learned meanwhile, so after a join all ranks begin with one group and
 // learn the order again.
 Status GradientRound::PrepareGroups() {
-  if (!groups_.empty() && (joins_ == engine_.lifecycle().joins() || !order_.empty())) return {};
-  if (joins_ != engine_.lifecycle().joins()) {
-    joins_ = engine_.lifecycle().joins();
-    const StepCount before = step_;
+  if (!now_->groups.empty() &&
+      (now_->joins == now_->engine->lifecycle().joins() || !round_.order.empty()))
+    return {};
+  if (now_->joins != now_->engine->lifecycle().joins()) {
+    now_->joins = now_->engine->lifecycle().joins();
+    const StepCount before = now_->step;
     CountStepsAnew();
-    step_.passes = before.passes;
-    step_.no_sync_passes = before.no_sync_passes;
+    now_->step.passes = before.passes;
+    now_->step.no_sync_passes = before.no_sync_passes;
   }
   std::vector<int32_t> all(gradients_.size());
   std::iota(all.begin(), all.end(), 0);
@@ -270,16 +202,29 @@ Status GradientRound::PrepareGroups() {
 }
 
 void GradientRound::CountPass(bool is_no_sync) {
-  ++step_.passes;
-  step_.no_sync_passes += is_no_sync ? 1 : 0;
+  ++now_->step.passes;
+  now_->step.no_sync_passes += is_no_sync ? 1 : 0;
+  is_window_full_ = !is_no_sync && ++window_passes_ >= options_.passes;
 }
 
-void GradientRound::CountStepsAnew() { step_ = StepCount{.step = 1}; }
+void GradientRound::NoteFailure(std::string_view why) {
+  if (!failure_.empty()) return;
+  is_interrupted_ = why.empty();
+  failure_ = is_interrupted_ ? "the wait for the other ranks was interrupted" : why;
+}
+
+void GradientRound::Forget() {
+  window_passes_ = 0;
+  failure_.clear();
+  is_interrupted_ = false;
+}
+
+void GradientRound::CountStepsAnew() { now_->step = StepCount{.step = 1}; }
 
 Status GradientRound::Stepped() {
   if (stepped_ == succeeded_) return {};
   stepped_ = succeeded_;
-  step_ = {step_.step + 1, 0, 0, step_.passes, step_.no_sync_passes};
+  now_->step = {now_->step.step + 1, 0, 0, now_->step.passes, now_->step.no_sync_passes};
   return Announce();
 }
 
@@ -287,30 +232,32 @@ Status GradientRound::Stepped() {
 // round is announced again.
 Status GradientRound::Announce() {
   FARANDOLE_RETURN_IF_ERROR(PrepareGroups());
-  const std::pair<int64_t, int> coming{rounds_, joins_};
-  if (announced_ == coming) return {};
-  announced_ = coming;
-  return engine_.AnnounceStep(options_.set, options_.prefix, step_);
+  const std::pair<int64_t, int> coming{rounds_, now_->joins};
+  if (now_->announced == coming) return {};
+  now_->announced = coming;
+  return now_->engine->AnnounceStep(options_.set, now_->prefix, now_->step);
 }
 
 // Ranks that wrapped other optimizers than this one part before they announce a step.
 Status GradientRound::Open() {
-  if (is_ended_) return InvalidArgument("a round was opened while the ended one runs");
-  if (is_open_) return {};
-  is_open_ = true;
-  return is_compared_ ? Announce() : Status();
+  if (round_.is_ended) return InvalidArgument("a round was opened while the ended one runs");
+  if (round_.is_open) return {};
+  round_.is_open = true;
+  failure_.clear();
+  is_interrupted_ = false;
+  return now_->is_compared ? Announce() : Status();
 }
 
 Result<int32_t> GradientRound::Accumulated(int32_t i) {
   Gradient& gradient = gradients_.at(static_cast<size_t>(i));
   has_unreduced_ = true;
-  if (!is_open_) return -1;
-  if (++gradient.accumulations == 1) arrival_.push_back(i);
-  if (!options_.overlaps) return -1;
-  const bool was_due = due_ == i;
-  const int32_t due = due_ >= 0 && !was_due ? std::exchange(due_, -1) : -1;
+  if (!round_.is_open) return kNoRound;
+  if (++gradient.accumulations == 1) round_.arrival.push_back(i);
+  if (!options_.overlaps) return kNone;
+  const bool was_due = round_.due == i;
+  const int32_t due = round_.due >= 0 && !was_due ? std::exchange(round_.due, kNone) : kNone;
   if (was_due || gradient.accumulations == gradient.expected) {
-    due_ = i;
+    round_.due = i;
     gradient.expected = gradient.accumulations;
   } else if (gradient.expected > 0 && gradient.accumulations > gradient.expected) {
     const int times = std::exchange(gradient.expected, gradient.accumulations);
@@ -322,7 +269,7 @@ Result<int32_t> GradientRound::Accumulated(int32_t i) {
 }
 
 int32_t GradientRound::NextUnmarked() const {
-  for (const int32_t i : arrival_)
+  for (const int32_t i : round_.arrival)
     if (!gradients_[static_cast<size_t>(i)].is_marked) return i;
   const auto next = std::ranges::find(gradients_, false, &Gradient::is_marked);
   return next == gradients_.end() ? -1 : static_cast<int32_t>(next - gradients_.begin());
@@ -341,14 +288,14 @@ Status GradientRound::Mark(int32_t i, const void* in, void* out, GradientVote vo
                            const ProducerStream* producer) {
   FARANDOLE_RETURN_IF_ERROR(CheckNumber(i));
   Gradient& gradient = gradients_[static_cast<size_t>(i)];
-  if (is_ended_ || gradient.is_marked) {
-    return InvalidArgument(
-        "gradient \"" + gradient.tensor.name +
-        (is_ended_ ? "\" marked while the ended round runs" : "\" was already sent in this round"));
+  if (round_.is_ended || gradient.is_marked) {
+    return InvalidArgument("gradient \"" + gradient.tensor.name +
+                           (round_.is_ended ? "\" marked while the ended round runs"
+                                            : "\" was already sent in this round"));
   }
   FARANDOLE_RETURN_IF_ERROR(Open());
   FARANDOLE_RETURN_IF_ERROR(PrepareGroups());
-  Group& group = groups_[static_cast<size_t>(gradient.group)];
+  Group& group = now_->groups[static_cast<size_t>(gradient.group)];
   const auto position = static_cast<size_t>(gradient.position);
   group.in[position] = in;
   group.out[position] = out;
@@ -357,9 +304,9 @@ Status GradientRound::Mark(int32_t i, const void* in, void* out, GradientVote vo
   const bool is_news = gradient.accumulations > 0 && vote == GradientVote::kClean;
   gradient.is_marked = true;
   gradient.vote = is_news ? GradientVote::kPresent : vote;
-  order_.push_back(i);
+  round_.order.push_back(i);
   const bool is_full = ++group.marked == group.tensors.size();
-  if (is_full && &group != &groups_.back()) Start(group, {});
+  if (is_full && &group != &now_->groups.back()) Start(group, {});
   return {};
 }
 
@@ -368,20 +315,20 @@ bool GradientRound::Marked(int32_t i) const {
 }
 
 void GradientRound::NoteError(const Status& error) {
-  if (first_error_.ok()) first_error_ = error;
+  if (now_->first_error.ok()) now_->first_error = error;
 }
 
 Vote GradientRound::VoteOf(const Group& group, std::string_view failed) const {
   Vote vote;
   vote.failed = failed;
-  vote.step = step_;
+  vote.step = now_->step;
   const auto tensors = static_cast<int>(group.in.size());
   for (size_t k = 0; k < group.tensors.size(); ++k) {
     const GradientVote one = gradients_[static_cast<size_t>(group.tensors[k])].vote;
     if (one == GradientVote::kAbsent) SetBit(vote.absent, static_cast<int>(k), tensors);
     if (one == GradientVote::kClean) SetBit(vote.clean, static_cast<int>(k), tensors);
   }
-  if (group.in.size() > group.tensors.size() && !is_flag_raised_)
+  if (group.in.size() > group.tensors.size() && !round_.is_flag_raised)
     SetBit(vote.absent, tensors - 1, tensors);
   return vote;
 }
@@ -390,7 +337,7 @@ Vote GradientRound::VoteOf(const Group& group, std::string_view failed) const {
 // ranks wait for them. The version makes Claim refuse a description that another user of the name
 // has replaced meanwhile.
 void GradientRound::Start(Group& group, std::string_view failed) {
-  const bool fills_cores = engine_.fills_cores();  // until a GPU is in use
+  const bool fills_cores = now_->engine->fills_cores();  // until a GPU is in use
   Result<std::shared_ptr<Work>> started = Submit(group, VoteOf(group, failed), !fills_cores);
   if (!started.ok()) {
     NoteError(started.status());
@@ -399,7 +346,7 @@ void GradientRound::Start(Group& group, std::string_view failed) {
   }
   group.producers.clear();
   if (started.ok()) group.work = started.value();
-  if (fills_cores) engine_.RunBriefly();
+  if (fills_cores) now_->engine->RunBriefly();
 }
 
 bool GradientRound::LacksMemory(const Group& group) const {
@@ -413,20 +360,22 @@ bool GradientRound::LacksMemory(const Group& group) const {
 // The thread that executes decisions allocates results, and its current stream is the device's
 // default one: the last producer, behind which the operation waits for such memory.
 Result<std::shared_ptr<Work>> GradientRound::Submit(Group& group, const Vote& vote, bool notifies) {
-  FARANDOLE_RETURN_IF_ERROR(engine_.operations().Claim(*group.operation, group.version));
+  FARANDOLE_RETURN_IF_ERROR(now_->engine->operations().Claim(*group.operation, group.version));
   ClaimedOperation claimed(*group.operation);
   const bool allocates = group.results != nullptr && LacksMemory(group);
   if (allocates && !group.producers.empty() && group.producers.back().stream != nullptr)
     group.producers.push_back({group.producers.back().device, nullptr});
-  return engine_.StartClaimed(claimed, group.in, group.out, vote, notifies, group.producers,
-                              allocates ? group.results : nullptr);
+  return now_->engine->StartClaimed(claimed, group.in, group.out, vote, notifies, group.producers,
+                                    allocates ? group.results : nullptr);
 }
 
 bool GradientRound::Compare(int64_t timeout_ns, Status* outcome) {
-  if (!is_compared_) {
-    if (!wraps_->Wait(options_.set, number_, timeout_ns, outcome)) return false;
-    is_compared_ = outcome->ok();
+  if (!now_->is_compared) {
+    if (!now_->wraps->Wait(options_.set, now_->number, timeout_ns, outcome)) return false;
+    now_->is_compared = outcome->ok();
     if (outcome->code() == Code::kMismatch) {
+      NoteFailure(outcome->message());
+      window_passes_ = 0;
       ResetRound();
       CountStepsAnew();
     }
@@ -440,30 +389,36 @@ bool GradientRound::Compare(int64_t timeout_ns, Status* outcome) {
 // ranks once all have voted. Addresses in them may be those of an earlier round: a failed operation
 // reads and writes nothing.
 Status GradientRound::End(std::string_view failed) {
-  if (is_ended_) return InvalidArgument("the round has already ended");
+  if (round_.is_ended) return InvalidArgument("the round has already ended");
   if (failed.empty()) {
-    if (!is_compared_) return InvalidArgument("the round ended before the wraps were compared");
+    if (!now_->is_compared)
+      return InvalidArgument("the round ended before the wraps were compared");
     FARANDOLE_RETURN_IF_ERROR(Open());
     const auto unmarked = std::ranges::find(gradients_, false, &Gradient::is_marked);
     if (unmarked != gradients_.end())
       return InvalidArgument("the round ended without gradient \"" + unmarked->tensor.name + "\"");
   }
+  if (!failed.empty()) {
+    Forget();
+    NoteFailure(failed);
+  }
   NoteError(Announce());
-  is_open_ = false;
-  is_ended_ = true;
-  for (Group& group : groups_) {
+  window_passes_ = 0;
+  round_.is_open = false;
+  round_.is_ended = true;
+  for (Group& group : now_->groups) {
     if (group.work == nullptr) Start(group, failed);
   }
-  if (!has_order_) StartOrder(failed);
-  return first_error_;
+  if (!now_->has_order) StartOrder(failed);
+  return now_->first_error;
 }
 
 void GradientRound::StartOrder(std::string_view failed) {
-  learned_order_ = order_;
-  learned_order_.resize(gradients_.size());  // a failed pass has marked fewer
+  round_.learned_order = round_.order;
+  round_.learned_order.resize(gradients_.size());  // a failed pass has marked fewer
   Result<std::shared_ptr<Work>> started = SubmitOrder(failed);
   if (started.ok()) {
-    order_work_ = started.value();
+    round_.order_work = started.value();
   } else {
     NoteError(started.status());
   }
@@ -474,44 +429,44 @@ void GradientRound::StartOrder(std::string_view failed) {
 // contributed, and the next round asks again.
 Result<std::shared_ptr<Work>> GradientRound::SubmitOrder(std::string_view failed) {
   Signature signature;
-  Result<ProcessSetInfo> set = engine_.operations().FindSet(options_.set);
+  Result<ProcessSetInfo> set = now_->engine->operations().FindSet(options_.set);
   // If the set has ended, Prepare fails with the reason.
-  const bool is_first = set.ok() && set.value().ranks.front() == engine_.rank();
+  const bool is_first = set.ok() && set.value().ranks.front() == now_->engine->rank();
   signature.tensors.push_back({"order", DType::kInt32, {static_cast<int64_t>(gradients_.size())}});
   // Without elements: its shape is compared.
-  const int64_t wraps = number_ < 0 ? 0 : wraps_->count(options_.set);
+  const int64_t wraps = now_->number < 0 ? 0 : now_->wraps->count(options_.set);
   signature.tensors.push_back({kWrapCount, DType::kInt32, {0, wraps}});
-  Result<Operation*> prepared = engine_.operations().Prepare(
-      {options_.set, OpKind::kAllreduce, options_.prefix + "number and order"}, signature);
+  Result<Operation*> prepared = now_->engine->operations().Prepare(
+      {options_.set, OpKind::kAllreduce, now_->prefix + "number and order"}, signature);
   FARANDOLE_RETURN_IF_ERROR(prepared.status());
   const HeldOperation held(prepared.value());
-  const std::array<const void*, 2> in = {learned_order_.data(), nullptr};
-  const std::array<void*, 2> out = {learned_order_.data(), nullptr};
+  const std::array<const void*, 2> in = {round_.learned_order.data(), nullptr};
+  const std::array<void*, 2> out = {round_.learned_order.data(), nullptr};
   Vote vote;
   if (!is_first) vote.absent = FullMask(2);
   vote.failed = failed;
-  return engine_.Start(*prepared.value(), in, out, vote);
+  return now_->engine->Start(*prepared.value(), in, out, vote);
 }
 
 bool GradientRound::Wait(int64_t timeout_ns, Status* outcome) {
-  if (!is_ended_) {
+  if (!round_.is_ended) {
     *outcome = InvalidArgument("wait for a round that has not ended");
     return true;
   }
   const int64_t deadline_ns = DeadlineIn(timeout_ns);
-  for (const Group& group : groups_) {
-    if (!WaitUntil(engine_, group.work, deadline_ns)) return false;
+  for (const Group& group : now_->groups) {
+    if (!WaitUntil(*now_->engine, group.work, deadline_ns)) return false;
   }
-  if (!WaitUntil(engine_, order_work_, deadline_ns)) return false;
+  if (!WaitUntil(*now_->engine, round_.order_work, deadline_ns)) return false;
   CloseRound(outcome);
   return true;
 }
 
-// On a GPU the memory of the round is in use until the events in ends_ are complete.
+// On a GPU the memory of the round is in use until the events in now_->ends are complete.
 void GradientRound::CloseGroup(Group& group) {
   const bool failed = group.work == nullptr || !group.work->status().ok();
   if (group.work != nullptr) {
-    if (group.work->end() != nullptr) ends_.push_back({rounds_, group.work->end()});
+    if (group.work->end() != nullptr) now_->ends.push_back({rounds_, group.work->end()});
     if (failed) NoteError(group.work->status());
   }
   for (size_t k = 0; k < group.tensors.size(); ++k) {
@@ -526,9 +481,9 @@ void GradientRound::CloseGroup(Group& group) {
 // with another number of gradients disagree about their order, and perhaps about nothing else.
 void GradientRound::CloseRound(Status* outcome) {
   ++rounds_;
-  for (Group& group : groups_) CloseGroup(group);
-  if (order_work_ != nullptr) NoteError(order_work_->status());
-  *outcome = std::exchange(first_error_, Status());
+  for (Group& group : now_->groups) CloseGroup(group);
+  if (round_.order_work != nullptr) NoteError(round_.order_work->status());
+  *outcome = std::exchange(now_->first_error, Status());
   if (outcome->code() == Code::kMismatch &&
       outcome->message().find(kWrapCount) != std::string::npos)
     *outcome = Status(outcome->code(), outcome->message() + kWrapAlike, outcome->facts());
@@ -538,6 +493,7 @@ void GradientRound::CloseRound(Status* outcome) {
     for (Gradient& gradient : gradients_)
       gradient.expected = std::max(gradient.expected, gradient.accumulations);
   } else {
+    NoteFailure(outcome->message());
     CountStepsAnew();
   }
   LearnOrder();
@@ -545,7 +501,7 @@ void GradientRound::CloseRound(Status* outcome) {
 }
 
 void GradientRound::ResetRound() {
-  for (Group& group : groups_) {
+  for (Group& group : now_->groups) {
     group.work = nullptr;
     group.marked = 0;
     group.producers.clear();
@@ -555,11 +511,11 @@ void GradientRound::ResetRound() {
     gradient.is_marked = false;
     gradient.vote = GradientVote::kPresent;
   }
-  order_work_ = nullptr;
-  order_.clear();
-  arrival_.clear();
-  due_ = -1;
-  is_open_ = is_ended_ = is_flag_raised_ = false;
+  round_.order_work = nullptr;
+  round_.order.clear();
+  round_.arrival.clear();
+  round_.due = kNone;
+  round_.is_open = round_.is_ended = round_.is_flag_raised = false;
 }
 
 // Forms the groups once the order is known. Every rank sees the same outcome of the operation that
@@ -567,8 +523,10 @@ void GradientRound::ResetRound() {
 // result found no memory on one of them. Those tensors,
 // such as frozen parameters, would make the tail that backward cannot hide longer: they come last.
 void GradientRound::LearnOrder() {
-  if (order_work_ == nullptr || !order_work_->status().ok() || order_work_->skipped(0)) return;
-  if (!IsOrder(learned_order_)) {
+  if (round_.order_work == nullptr || !round_.order_work->status().ok() ||
+      round_.order_work->skipped(0))
+    return;
+  if (!IsOrder(round_.learned_order)) {
     return NoteError(Internal("the first rank of process set " + std::to_string(options_.set) +
                               " sent an order of gradients that does not have each of them once"));
   }
@@ -576,20 +534,20 @@ void GradientRound::LearnOrder() {
   for (const Gradient& gradient : gradients_) bytes.push_back(gradient.tensor.Bytes());
   const auto is_idle = [&](int32_t i) { return gradients_[static_cast<size_t>(i)].is_skipped; };
   std::vector<int32_t> idle;
-  std::ranges::copy_if(learned_order_, std::back_inserter(idle), is_idle);
-  std::erase_if(learned_order_, is_idle);
+  std::ranges::copy_if(round_.learned_order, std::back_inserter(idle), is_idle);
+  std::erase_if(round_.learned_order, is_idle);
   std::vector<std::vector<int32_t>> groups =
-      FormGroups(learned_order_, bytes, options_.group_bytes);
+      FormGroups(round_.learned_order, bytes, options_.group_bytes);
   if (groups.empty()) groups.emplace_back();
   groups.back().insert(groups.back().end(), idle.begin(), idle.end());
   NoteError(UseGroups(std::move(groups), true));  // reported at the next round's end
 }
 
-// The round last waited for is at the end of ends_. Events that CompletedRounds has removed are
-// complete, and nobody needs to wait for them.
+// The round last waited for is at the end of now_->ends. Events that CompletedRounds has removed
+// are complete, and nobody needs to wait for them.
 Status GradientRound::MakeWait(const ProducerStream& stream) {
-  for (auto end = ends_.rbegin(); end != ends_.rend() && end->round == rounds_; ++end) {
-    FARANDOLE_RETURN_IF_ERROR(engine_.MakeWait(end->event, stream));
+  for (auto end = now_->ends.rbegin(); end != now_->ends.rend() && end->round == rounds_; ++end) {
+    FARANDOLE_RETURN_IF_ERROR(now_->engine->MakeWait(end->event, stream));
   }
   return {};
 }
@@ -597,21 +555,23 @@ Status GradientRound::MakeWait(const ProducerStream& stream) {
 // Ends are in the order of rounds and a round may have several, so the first that is not complete
 // belongs to the oldest round that still uses its memory.
 Result<int64_t> GradientRound::CompletedRounds() {
-  while (!ends_.empty()) {
-    Result<bool> complete = ends_.front().event->IsComplete();
+  while (!now_->ends.empty()) {
+    Result<bool> complete = now_->ends.front().event->IsComplete();
     if (!complete.ok()) return complete.status();
-    if (!complete.value()) return ends_.front().round - 1;
-    ends_.pop_front();
+    if (!complete.value()) return now_->ends.front().round - 1;
+    now_->ends.pop_front();
   }
   return rounds_;
 }
 
 bool GradientRound::InFlight() const {
+  if (!is_bound()) return false;
   const auto is_pending = [](const std::shared_ptr<Work>& work) {
     return work != nullptr && !work->done();
   };
-  return is_pending(order_work_) ||
-         std::ranges::any_of(groups_, [&](const Group& group) { return is_pending(group.work); });
+  return is_pending(round_.order_work) ||
+         std::ranges::any_of(now_->groups,
+                             [&](const Group& group) { return is_pending(group.work); });
 }
 
 bool GradientRound::Skipped(int32_t i) const {

@@ -12,12 +12,12 @@ import torch
 
 from farandole import basics, ops
 from farandole.basics import ProcessSet
-from farandole.torch import _gradient_memory, _parameters
-from farandole.torch._adasum import AdasumSteps
-from farandole.torch._parameters import Settings
-from farandole.torch._reducer import GradientReducer
-from farandole.torch._steps import Steps, adapt_scalers, evaluates_once, steps_of
 from farandole.torch.compression import Compression, PowerSGD, native_wire
+from farandole.torch.optimizer import _gradient_memory, _parameters
+from farandole.torch.optimizer._adasum import AdasumSteps
+from farandole.torch.optimizer._parameters import Settings
+from farandole.torch.optimizer._reducer import GradientReducer
+from farandole.torch.optimizer._steps import Steps, adapt_scalers, evaluates_once, steps_of
 
 
 @runtime_checkable
@@ -115,16 +115,8 @@ def DistributedOptimizer(
             it reduces the gradients. None: only if the loss may decide how often ``step()`` evaluates the
             closure. That is so for LBFGS and for optimizers that are not torch's; torch's other optimizers
             return each rank's own loss. Anything but a number, such as a dictionary, is returned unchanged.
-        gradient_as_bucket_view: Whether gradients in host memory lie in memory that the ranks of a host
-            share, where they are reduced without a copy. Results are the same. After a pass ``.grad`` is a
-            tensor in that memory, the same one in every step, so do not keep it for later steps. After
-            ``zero_grad()`` autograd creates a new tensor, which is copied there, as is a tensor assigned to
-            ``.grad``: this costs about what it saves, and ``share_gradients`` is the better choice. After
-            ``zero_grad(set_to_none=False)``, and in passes that accumulate, autograd adds in place, and the
-            reduction takes about half the memory traffic. Gradients that are sparse, on a GPU, compressed by
-            a class, of a parameter not in C order, or of torch < 2.10 are not placed there. Gradients that
-            are reduced together with one of these, with ``gradient_predivide_factor``, or between hosts, are
-            copied. Ranks may differ in it.
+        gradient_as_bucket_view: As ``share_gradients``, but without a C++ compiler it warns, and gradients are
+            copied.
         share_gradients: Whether autograd allocates gradients in memory that the ranks of a host share, where
             they are reduced without a copy. Results are the same. This replaces torch's allocator of host
             memory by one that returns a shared block when a backward pass allocates a gradient's size, and
@@ -132,9 +124,10 @@ def DistributedOptimizer(
             it is first used, in about ten seconds, into ``~/.cache/farandole``. The blocks always take the
             memory of one gradient per parameter, and of one more of each size up to 1 MiB. You may keep
             ``.grad``; the next gradient is then allocated elsewhere and copied, as is one whose block a
-            temporary tensor of the same size has taken. Otherwise copies are made as with
-            ``gradient_as_bucket_view``, but channels-last order and older torch need none. Ranks may differ
-            in it.
+            temporary tensor of the same size has taken, and one that you assign. Gradients that are sparse, on
+            a GPU or compressed by a class are not allocated there. Gradients that are reduced together with
+            one of these, with ``gradient_predivide_factor``, or between hosts, are copied. Ranks may differ in
+            it.
     Returns:
         ``optimizer`` itself, of the same class, with the additional methods ``no_sync()``,
         ``set_backward_passes_per_step()``, and, rarely needed, ``synchronize()`` and ``skip_synchronize()``.
@@ -155,8 +148,6 @@ def DistributedOptimizer(
         raise ValueError("this optimizer is wrapped already")
     _parameters.refuse_other_wrappers(named)
     basics.current(ValueError)  # raises where there is none
-    if gradient_as_bucket_view and share_gradients:
-        raise ValueError("share_gradients=True makes views needless: leave gradient_as_bucket_view out")
     steps: Steps
     if op == ops.Adasum:
         if gradient_as_bucket_view or share_gradients:
@@ -171,6 +162,7 @@ def DistributedOptimizer(
         group = process_set if process_set.included() else basics.global_process_set
         factor = gradient_predivide_factor
         settings = Settings(
+            process_set=group,
             options=ops.reduction_options(ops.ALLREDUCE, op, 1 / factor, factor, group, wire or 0),
             compression=None if wire is not None else compression,
             size=(process_set.size() if process_set.included() else 1) or 1,
@@ -179,8 +171,7 @@ def DistributedOptimizer(
             densifies=sparse_as_dense,
             group_count=group_count,
             overlaps=overlap,
-            are_views=gradient_as_bucket_view,
-            are_shared=share_gradients,
+            are_shared=share_gradients or (gradient_as_bucket_view and _can_share(group)),
         )
         reduces_loss = not evaluates_once(optimizer) if reduce_loss is None else reduce_loss
         steps = _steps(optimizer, named, settings, reduces_loss)
@@ -239,6 +230,18 @@ def _steps(
     rank.reducers.add(reducer)
     others = sorted(shared, key=lambda other: other.number)
     return Steps(optimizer, rank, reducer, others, reduces_loss)
+
+
+def _can_share(process_set: ProcessSet) -> bool:
+    """Whether gradients of several ranks can be allocated in shared memory; warns if there is no compiler."""
+    if process_set.size() == 1:
+        return False
+    try:
+        _gradient_memory.allocator()
+    except RuntimeError as error:
+        warnings.warn(str(error).replace("share_gradients=True", "gradient_as_bucket_view=True"), stacklevel=3)
+        return False
+    return True
 
 
 def _check_choices(passes: int, op: int, predivide_factor: float, complete: str) -> None:

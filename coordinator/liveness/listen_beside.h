@@ -10,8 +10,8 @@
 
 namespace farandole {
 
-/// Opens sockets on ranks that have neighbours on other hosts, and tells these where they listen.
-/// Collective over all ranks.
+/// Opens sockets on ranks that have neighbours on other hosts, tells these where they listen, and
+/// connects them. Collective over all ranks.
 /// @param elsewhere   This rank's neighbours on other hosts.
 /// @param options     Without a key, which rank 0 makes.
 /// @param interfaces  See TcpNetworkOptions.
@@ -20,12 +20,5 @@ namespace farandole {
 Result<std::shared_ptr<StreamHub>> ListenBeside(Transport& transport,
                                                 std::span<const int> elsewhere, HubOptions options,
                                                 const std::string& interfaces, int64_t timeout_ns);
-
-/// `transport`, with the losses and final errors that the hub knows of. The neighbours with an
-/// address in the hub are connected by SetNeighbours.
-///
-/// Thread safety: the holder of the engine lock only.
-std::unique_ptr<Transport> MakeWatchedTransport(std::unique_ptr<Transport> transport,
-                                                std::shared_ptr<StreamHub> hub);
 
 }  // namespace farandole

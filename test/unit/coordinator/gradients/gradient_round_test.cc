@@ -1,6 +1,6 @@
 // Rounds of gradients between ranks in one thread: what is learned, what is allocated, what is
 // compared.
-#include "coordinator/engine/gradient_round.h"
+#include "coordinator/gradients/gradient_round.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -182,7 +182,7 @@ TEST_F(GradientRounds, AllocateNothingThatNobodyContributes) {
 
 TEST_F(GradientRounds, TellWhatIsDueAfterAsManyAccumulationsAsLearned) {
   Open(1, 2);
-  EXPECT_EQ(round(0).Accumulated(0).value(), -1) << "no round is open";
+  EXPECT_EQ(round(0).Accumulated(0).value(), GradientRound::kNoRound);
   for (int step = 0; step < 2; ++step) {
     ASSERT_TRUE(round(0).Open().ok());
     EXPECT_EQ(round(0).Accumulated(0).value(), -1);
@@ -202,6 +202,31 @@ TEST_F(GradientRounds, TellWhatIsDueAfterAsManyAccumulationsAsLearned) {
   const Result<int32_t> again = round(0).Accumulated(0);
   ASSERT_FALSE(again.ok());
   EXPECT_THAT(again.status().message(), HasSubstr("\"0\" was accumulated again after it was sent"));
+}
+
+TEST_F(GradientRounds, GoOnWithTheEngineOfAnotherJobOfOtherSize) {
+  options_.group_bytes = 8;
+  Open(3, 2);
+  RunRound({1, 0});
+  const auto before = std::move(job_);
+  job_ = std::make_unique<SteppedJob>(2);
+  for (size_t rank = 0; rank < 3; ++rank) ASSERT_TRUE(rounds_[rank]->Unbind().ok());
+  rounds_.pop_back();
+  rounds_.erase(rounds_.begin());  // its first rank is gone
+  rounds_.push_back(nullptr);      // and one has come
+  wraps_.clear();
+  for (int rank = 0; rank < 2; ++rank)
+    wraps_.push_back(std::make_unique<WrapComparison>(job_->engine(rank)));
+  EXPECT_FALSE(round(0).is_bound());
+  ASSERT_TRUE(round(0).Rebind(job_->engine(0), wraps_[0].get(), kGlobalSet).ok());
+  rounds_[1] = Wrap(1, 2);
+  EXPECT_EQ(round(0).group_count(), 0) << "the newcomer knows no order";
+  RunRound({0, 1});
+  EXPECT_THAT(data(1, 0), ElementsAre(2.0f, 2.0f));
+  EXPECT_EQ(round(0).succeeded(), 2);
+  EXPECT_EQ(round(0).group_count(), 2);
+  EXPECT_EQ(round(1).group_count(), 2);
+  RunRound({0, 1});
 }
 
 TEST_F(GradientRounds, TakeMoreTensorsInAnOpenRound) {

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from farandole import ops
+from farandole import basics, ops
 from farandole.basics import Context
 from farandole.exceptions import HorovodInternalError
-from farandole.torch._reducer import GradientReducer
+from farandole.torch.optimizer._reducer import GradientReducer
 
 Optimizer = torch.optim.Optimizer
 
@@ -59,6 +59,7 @@ class Steps:
         self._rank = rank
         self._own = own
         self._reducers = [*shared, own] if own is not None else []
+        self._was_alone = own is None and rank.topology.size == 1
         self._seen = [reducer.rounds for reducer in self._reducers]
         self._adopted: list[list[torch.Tensor]] = []  # by group: what _adopt() saw last
         self._was_synchronized = False
@@ -71,7 +72,10 @@ class Steps:
         Raises:
             HorovodInternalError: The last round failed and its gradients are still there.
         """
-        if not self._reducers or isinstance(closure, SharedClosure):
+        if isinstance(closure, SharedClosure):
+            return closure
+        if not self._reducers:
+            self._follow()
             return closure
         if closure is not None:
             if any(reducer.is_open for reducer in self._reducers):
@@ -99,12 +103,8 @@ class Steps:
 
     def complete(self) -> None:
         """Takes part in a round of every reducer that had none since the last step."""
-        if self.is_over and self._own is not None:
-            raise HorovodInternalError(
-                "this optimizer was wrapped before shutdown() and reduces no gradients any more: "
-                "after init() wrap it again with DistributedOptimizer, or make it a plain optimizer "
-                "with farandole.torch.unwrap(optimizer)"
-            )
+        if not self._follow():
+            return
         self._adopt()
         for reducer in self._reducers:
             reducer.raise_if_failed()
@@ -112,6 +112,22 @@ class Steps:
             lacking = [reducer.stages() for reducer in self._lacking()]
             while lacking:  # all in step: no reducer waits before all have sent
                 lacking = [stages for stages in lacking if next(stages, self) is None]
+
+    def _follow(self) -> bool:
+        """Whether there are gradients to reduce: in the job that this thread is in.
+
+        Raises:
+            HorovodInternalError: That is another one, in which it cannot go on; or there is none.
+        """
+        if all(reducer.follow() for reducer in self._reducers):
+            now = basics.find() if self._was_alone and self.is_over else None
+            if now is None or now.topology.size == 1:
+                return bool(self._reducers)
+        raise HorovodInternalError(
+            "this optimizer was wrapped before shutdown() and reduces no gradients any more, as there is no job, "
+            "another wrapped optimizer has its parameters, or it was wrapped in a job of one rank: after init() wrap "
+            "it again with DistributedOptimizer, or make it a plain optimizer with farandole.torch.unwrap(optimizer)"
+        )
 
     def count(self) -> None:
         """A step, or one evaluation of its closure, has reduced its gradients."""
@@ -131,8 +147,8 @@ class Steps:
 
     @property
     def is_over(self) -> bool:
-        """Whether shutdown() was called since the wrap."""
-        return not self._rank.core.is_open
+        """Whether shutdown() was called since the wrap, and it has not gone on in another job."""
+        return not (self._rank if self._own is None else self._own.rank).core.is_open
 
     def refuse_in_flight(self) -> None:
         """ValueError while gradients wait to be reduced."""
@@ -197,6 +213,7 @@ class Steps:
     def end(self) -> None:
         """Releases the reducers; one that no other optimizer shares goes with its hooks."""
         self._own, self._reducers, self._seen = None, [], []
+        self._was_alone = False
 
     # The methods an optimizer gains.
 
@@ -232,7 +249,7 @@ class Steps:
         if passes <= 0:
             raise ValueError(f"backward_passes_per_step must be > 0, not {passes}")
         if self._own is not None:
-            self._own.passes = passes
+            self._own.gradients.set_passes(passes)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """The optimizer's own, which also ends an open window and forgets a failed round."""

@@ -1,4 +1,4 @@
-#include "coordinator/control/peer_watch.h"
+#include "coordinator/liveness/peer_watch.h"
 
 #include <poll.h>
 #include <sys/eventfd.h>
@@ -116,10 +116,13 @@ bool OomKills::HaveGrown() {
   return now > std::exchange(seen_, now);
 }
 
-PeerWatch::PeerWatch(Doorbell& bell) : bell_(bell), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {}
+PeerWatch::PeerWatch(Liveness& table)
+    : table_(table), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {}
 
 PeerWatch::~PeerWatch() {
-  for (const Peer& peer : peers_) close(peer.file);
+  for (const Peer& peer : peers_) {
+    if (peer.file >= 0) close(peer.file);
+  }
   if (wake_ >= 0) close(wake_);
 }
 
@@ -127,7 +130,7 @@ PeerWatch::~PeerWatch() {
 bool PeerWatch::Add(int rank, pid_t pid) {
   const auto file = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
   if (file < 0 || wake_ < 0) return false;
-  peers_.emplace_back(rank, pid, file);
+  peers_.push_back({rank, pid, file, OomKills(pid)});
   return true;
 }
 
@@ -144,10 +147,7 @@ void PeerWatch::UsePulses(std::span<Pulse> pulses, std::span<const int> ranks, s
 void PeerWatch::Watch(int64_t timeout_ns) {
   const int64_t until_ns = SteadyClock().NowNs() + timeout_ns;
   std::vector<pollfd> files = {{wake_, POLLIN, 0}};
-  for (const Peer& peer : peers_) {
-    const bool has_ended = peer.lost.load(std::memory_order_relaxed) && peer.has_ended;
-    files.push_back({has_ended ? -1 : peer.file, POLLIN, 0});
-  }
+  for (const Peer& peer : peers_) files.push_back({peer.file, POLLIN, 0});
   Beat();
   for (int64_t left_ns = timeout_ns; left_ns > 0; left_ns = until_ns - SteadyClock().NowNs()) {
     const int64_t left_ms = std::min<int64_t>((left_ns + kNsPerMs - 1) / kNsPerMs, INT_MAX);
@@ -157,7 +157,7 @@ void PeerWatch::Watch(int64_t timeout_ns) {
     for (size_t i = 0; i < peers_.size(); ++i) {
       if (files[i + 1].revents == 0) continue;
       files[i + 1].fd = -1;
-      LoseEnded(peers_[i]);
+      NoteEnd(peers_[i]);
     }
   }
   const bool refreshes = ++watches_ % kWatchesPerRefresh == 0;
@@ -167,10 +167,12 @@ void PeerWatch::Watch(int64_t timeout_ns) {
   }
 }
 
-void PeerWatch::LoseEnded(Peer& peer) {
-  if (peer.lost.load(std::memory_order_relaxed)) return;
-  peer.has_ended = true;
-  const std::optional<int> status = WaitStatus(peer.file, peer.pid, end_tries_);
+void PeerWatch::NoteEnd(Peer& peer) {
+  const int file = std::exchange(peer.file, -1);
+  const std::optional<int> status = WaitStatus(file, peer.pid, end_tries_);
+  close(file);
+  table_.NoteEnd(peer.rank);
+  if (peer.pulse != nullptr && peer.pulse->left.load() != 0) return;
   FailureFacts facts;
   std::string why = "has died";
   if (status && WIFSIGNALED(*status)) {
@@ -187,8 +189,8 @@ void PeerWatch::LoseEnded(Peer& peer) {
   Lose(peer, why, std::move(facts));
 }
 
-// One that was stopped may be killed later: what was said first stays.
 void PeerWatch::Lose(Peer& peer, const std::string& why, FailureFacts facts) {
+  peer.is_lost = true;
   facts.ranks = {peer.rank};
   facts.host = HostName();
   facts.pid = peer.pid;
@@ -198,14 +200,7 @@ void PeerWatch::Lose(Peer& peer, const std::string& why, FailureFacts facts) {
     text += "; its last operation: " + facts.last + ", " + InSeconds(facts.last_age_ns) + " before";
   }
   facts.cause = text;
-  Lose(peer, Status(Code::kUnavailable, text, std::move(facts)));
-}
-
-void PeerWatch::Lose(Peer& peer, Status why) {
-  peer.why = std::move(why);
-  peer.lost.store(true, std::memory_order_release);
-  losses_.fetch_add(1, std::memory_order_release);
-  bell_.Ring();
+  table_.Note(Status(Code::kUnavailable, text, std::move(facts)));
 }
 
 void PeerWatch::Beat() {
@@ -219,26 +214,20 @@ void PeerWatch::EndPulse() {
   if (mine_ != nullptr) mine_->beats.store(0, std::memory_order_release);
 }
 
-void PeerWatch::Report(const Status& error) {
+void PeerWatch::Report(std::span<const std::byte> failure) {
   if (mine_ == nullptr || mine_->failed.load() != 0) return;
-  const std::string& text = error.message();
-  mine_->error[text.copy(mine_->error, sizeof mine_->error - 1)] = '\0';
-  mine_->failed_rank = error.facts().ranks.empty() ? -1 : error.facts().ranks.front();
-  mine_->failed.store(1, std::memory_order_release);
+  failure = failure.first(std::min(failure.size(), sizeof mine_->failure));
+  std::ranges::copy(failure, mine_->failure);
+  mine_->failed.store(static_cast<uint32_t>(failure.size()), std::memory_order_release);
 }
 
 // @return whether the peer owes a beat. A starved thread is in state R, a debugger's in state t.
 bool PeerWatch::CheckPulse(Peer& peer, int64_t period_ns) {
-  if (peer.pulse == nullptr || peer.lost.load(std::memory_order_relaxed)) return false;
-  if (peer.pulse->failed.load(std::memory_order_acquire) != 0) {
-    const int32_t blamed = peer.pulse->failed_rank;
-    if (blamed < 0 || blamed == peer.rank) {
-      Lose(peer, std::string("failed: ") + peer.pulse->error, {.kind = FailureKind::kError});
-    } else {
-      Lose(peer,
-           Status(Code::kUnavailable, peer.pulse->error,
-                  {.ranks = {blamed}, .cause = peer.pulse->error, .kind = FailureKind::kError}));
-    }
+  if (peer.pulse == nullptr || peer.file < 0 || peer.is_lost) return false;
+  if (const uint32_t bytes = peer.pulse->failed.load(std::memory_order_acquire); bytes != 0) {
+    peer.is_lost = true;
+    table_.Hear(
+        std::span(peer.pulse->failure).first(std::min<size_t>(bytes, Pulse::kFailureBytes)));
     return false;
   }
   const uint32_t beats = peer.pulse->beats.load(std::memory_order_acquire);
@@ -264,7 +253,5 @@ void PeerWatch::Wake() {
   const uint64_t one = 1;
   (void)!write(wake_, &one, sizeof(one));  // it cannot be full: nobody writes more than once
 }
-
-Status PeerWatch::WhyLost(size_t position) const { return peers_[position].why; }
 
 }  // namespace farandole

@@ -1,4 +1,4 @@
-#include "coordinator/control/watched_transport.h"
+#include "coordinator/liveness/listen_beside.h"
 
 #include <algorithm>
 #include <cstring>
@@ -71,53 +71,6 @@ Result<std::unique_ptr<StreamHub>> MakeHub(const HubOptions& options, Listening&
   return hub;
 }
 
-class WatchedTransport final : public Transport {
- public:
-  WatchedTransport(std::unique_ptr<Transport> transport, std::shared_ptr<StreamHub> hub)
-      : transport_(std::move(transport)), hub_(std::move(hub)) {}
-
-  int rank() const override { return transport_->rank(); }
-  int size() const override { return transport_->size(); }
-  const char* name() const override { return transport_->name(); }
-  Status Send(int to, std::span<const std::byte> data) override {
-    return transport_->Send(to, data);
-  }
-
-  Result<std::optional<Incoming>> Poll() override {
-    if (std::optional<HubEvent> event = hub_->Next(std::exchange(news_.data, {}))) {
-      news_ = std::move(*event);
-      return std::optional(Incoming{news_.from, news_.data, news_.status});
-    }
-    return transport_->Poll();
-  }
-
-  int64_t PollAfterNs(bool busy, int64_t idle_ns) const override {
-    return transport_->PollAfterNs(busy, idle_ns);
-  }
-
-  Result<std::vector<std::string>> Allgather(const std::string& mine, int64_t timeout_ns) override {
-    return transport_->Allgather(mine, timeout_ns);
-  }
-
-  void SetNeighbours(std::span<const int> ranks) override {
-    for (const int neighbour : ranks) {
-      if (!hub_->Peer(neighbour).empty()) hub_->Connect(neighbour);
-    }
-    transport_->SetNeighbours(ranks);
-  }
-
-  void Leave() override {
-    hub_->Leave();
-    transport_->Leave();
-  }
-  bool Drained() const override { return transport_->Drained(); }
-
- private:
-  const std::unique_ptr<Transport> transport_;
-  const std::shared_ptr<StreamHub> hub_;
-  HubEvent news_;  // what Poll handed out
-};
-
 }  // namespace
 
 Result<std::shared_ptr<StreamHub>> ListenBeside(Transport& transport,
@@ -140,13 +93,9 @@ Result<std::shared_ptr<StreamHub>> ListenBeside(Transport& transport,
   }
   for (const int peer : elsewhere) {
     hub.value()->SetPeer(peer, AddressesIn(texts.value()[static_cast<size_t>(peer)]));
+    hub.value()->Connect(peer);
   }
   return std::shared_ptr<StreamHub>(std::move(hub.value()));
-}
-
-std::unique_ptr<Transport> MakeWatchedTransport(std::unique_ptr<Transport> transport,
-                                                std::shared_ptr<StreamHub> hub) {
-  return std::make_unique<WatchedTransport>(std::move(transport), std::move(hub));
 }
 
 }  // namespace farandole

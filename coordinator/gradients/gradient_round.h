@@ -8,15 +8,14 @@
 
 #include <cstdint>
 #include <deque>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
 #include "coordinator/engine/engine.h"
+#include "coordinator/gradients/wrap_comparison.h"
 
 namespace farandole {
 
@@ -28,43 +27,6 @@ enum class GradientVote : uint8_t { kPresent = 0, kAbsent = 1, kClean = 2 };
 /// @return the tensors' numbers by group.
 std::vector<std::vector<int32_t>> FormGroups(std::span<const int32_t> order,
                                              std::span<const int64_t> bytes, int64_t group_bytes);
-
-/// Compares which optimizers ranks wrap, in their order of wrapping.
-///
-/// Gradients are named by the number of their optimizer. Ranks that wrap in another order would
-/// wait for gradients of other names until somebody reads the stall report, so each wrap starts one
-/// operation without data, whose tensors' names tell what is wrapped. Wrapping waits for nobody;
-/// the first round of an optimizer waits for the outcomes up to its own number.
-/// Thread safety: any thread. Lifetime: the engine outlives it.
-class WrapComparison {
- public:
-  explicit WrapComparison(Engine& engine) : engine_(engine) {}
-
-  /// The next optimizer of the set is wrapped. @param labels  What must be equal on all ranks.
-  /// @return its number, from 0.
-  int32_t Add(uint32_t set, const std::vector<std::string>& labels);
-  int32_t count(uint32_t set) const;
-  /// Waits until all ranks have wrapped the optimizers 0 to `number`, and compares them.
-  /// @return false while it goes on after `timeout_ns` (< 0: no limit); else sets `*outcome`:
-  /// Mismatch if ranks differ, now and at every later call; the engine's error.
-  bool Wait(uint32_t set, int32_t number, int64_t timeout_ns, Status* outcome);
-
- private:
-  struct Wrap {
-    std::shared_ptr<Work> work;  // nullptr: `outcome` is final, an error
-    Status outcome;
-  };
-
-  struct Wraps {
-    int32_t alike = 0;  // so many, from the first, are on all ranks
-    std::deque<Wrap> others;
-    int32_t count() const { return alike + static_cast<int32_t>(others.size()); }
-  };
-
-  Engine& engine_;
-  mutable std::mutex mutex_;
-  std::map<uint32_t, Wraps> wraps_;  // by set
-};
 
 /// The gradients of one optimizer on one rank, round after round: each is accumulated, marked once,
 /// and reduced when the round has ended.
@@ -78,7 +40,11 @@ class WrapComparison {
 ///
 /// A rank without a gradient gives no memory (`out` is nullptr): where another rank has one, the
 /// result is allocated when the decision is executed.
-/// Thread safety: one thread at a time. Lifetime: the engine outlives it.
+///
+/// It lives as long as its optimizer, and goes on with another engine after Rebind: tensors, how
+/// often each is accumulated, counts of rounds and the last failure stay; groups, their order and
+/// the count of steps begin anew, as a rank that has just come knows none of them.
+/// Thread safety: one thread at a time. Lifetime: the engine outlives it, or Unbind came before.
 class GradientRound {
  public:
   struct Options {
@@ -89,14 +55,26 @@ class GradientRound {
     int64_t group_bytes = int64_t{4} << 20;
     bool has_flag = false;  ///< Ranks raise flags, see RaiseFlag.
     bool overlaps = true;   ///< Gradients are due during the backward pass, otherwise at its end.
+    int passes = 1;         ///< Backward passes per round: its window.
   };
   /// @param labels   One per tensor: what ranks compare at the wrap; empty: names, dtypes, shapes.
   /// @param wraps    For an empty prefix; outlives this.
   /// @param results  Gives memory to results of gradient i where this rank marks none; nullptr:
   ///                 `out` of Mark is never nullptr for a tensor with elements.
   GradientRound(Engine& engine, Options options, std::vector<TensorSignature> tensors,
-                const std::vector<std::string>& labels = {}, WrapComparison* wraps = nullptr,
+                std::vector<std::string> labels = {}, WrapComparison* wraps = nullptr,
                 std::shared_ptr<ResultAllocator> results = nullptr);
+
+  /// Ends the time with this engine, before its own end; what was open or ended is forgotten. Until
+  /// Rebind only const functions and Forget may be called.
+  /// @return InvalidArgument while something is in flight.
+  Status Unbind();
+  /// Goes on with `engine`, in its process set `set`, as after the constructor: on all ranks in the
+  /// same order, those included that wrap an optimizer for the first time.
+  Status Rebind(Engine& engine, WrapComparison* wraps, uint32_t set,
+                std::vector<std::string> labels = {});
+  bool is_bound() const { return now_ != nullptr; }
+  Engine& engine() const { return *now_->engine; }
 
   /// Gives the tensors new shapes and dtypes, and all of them a device, between two rounds; the
   /// groups stay as they are. So a change on all ranks goes on at once, and one on some ranks is a
@@ -110,19 +88,29 @@ class GradientRound {
 
   // ---- A backward pass ----
 
+  /// How many passes the coming windows have.
+  void set_passes(int passes) { options_.passes = passes; }
   /// A backward pass begins, whose number ranks compare. @param is_no_sync  It only accumulates.
   void CountPass(bool is_no_sync);
-  /// Opens a round, if none is: gradients accumulated from now on belong to it. Reports to the
+  /// That pass is the last of its window: a round is to be opened.
+  bool is_window_full() const { return is_window_full_; }
+  /// Gradients of earlier passes wait for a round, or one is open.
+  bool has_window() const { return window_passes_ > 0 || round_.is_open; }
+  /// Opens a round, if none is, and forgets the last failure: gradients accumulated from now on
+  /// belong to it. Reports to the
   /// other ranks which step it is in: without that a rank that has gone on to another collective
   /// and one that waits for its gradients would wait for ever.
   /// @return InvalidArgument if the last round has not been waited for; the engine's final error.
   Status Open();
-  bool is_open() const { return is_open_; }
+  bool is_open() const { return round_.is_open; }
+  /// The round has ended, and nobody has waited for it.
+  bool is_pending() const { return round_.is_ended; }
   /// Autograd has accumulated gradient i. @return the gradient that is to be marked now, which is
   /// one that was accumulated before (hooks of the user that follow ours have run by then), as
-  /// often as in earlier rounds; -1: none, or no round is open.
+  /// often as in earlier rounds; kNone; kNoRound: none is open.
   /// InvalidArgument if i was marked in this round: the message says what to do.
   Result<int32_t> Accumulated(int32_t i);
+  static constexpr int32_t kNone = -1, kNoRound = -2;
   /// How often gradient i was accumulated in the open round.
   int accumulations(int32_t i) const { return gradients_[static_cast<size_t>(i)].accumulations; }
   /// The next gradient that is not marked yet, accumulated ones first; -1: all are.
@@ -141,9 +129,9 @@ class GradientRound {
   /// @return InvalidArgument unless there is a gradient i.
   Status CheckNumber(int32_t i) const;
   /// Something was marked in the open round.
-  bool has_marked() const { return !order_.empty(); }
+  bool has_marked() const { return !round_.order.empty(); }
   /// Raises a flag for all ranks, of an optimizer with flags; see flag(). Before End.
-  void RaiseFlag() { is_flag_raised_ = true; }
+  void RaiseFlag() { round_.is_flag_raised = true; }
   /// Before the first End: waits until all ranks have wrapped as many optimizers, and compares
   /// them. Later it does nothing.
   /// @return false while it goes on after `timeout_ns` (< 0: no limit); else sets `*outcome`. After
@@ -156,6 +144,16 @@ class GradientRound {
   /// Waits for the ended round. @return false while it goes on after `timeout_ns`; then `*outcome`
   /// is untouched. After a failure all ranks count their steps anew.
   bool Wait(int64_t timeout_ns, Status* outcome);
+  /// What became of the gradients, until the next Open or Forget: empty, or why they are not
+  /// reduced. A round that fails, or is ended as failed, says so itself.
+  const std::string& failure() const { return failure_; }
+  /// The round went on on the other ranks, and nobody used its results here.
+  bool is_interrupted() const { return is_interrupted_; }
+  /// What failed outside of this: the use of the results; empty: the wait was interrupted. The
+  /// first failure counts.
+  void NoteFailure(std::string_view why);
+  /// The gradients are given up: neither a failure nor an open window counts.
+  void Forget();
   /// The reduced gradients were used, on all ranks: the coming rounds are those of the next step,
   /// which is reported to the other ranks. Without effect if no round succeeded since the last
   /// call. @return the engine's final error.
@@ -178,9 +176,11 @@ class GradientRound {
   /// Something of this round has been started and not waited for.
   bool InFlight() const;
   /// 0 before the order is known.
-  int32_t group_count() const { return has_order_ ? static_cast<int32_t>(groups_.size()) : 0; }
-  /// Of the wrap, from 0; -1: a prefix was given.
-  int32_t number() const { return number_; }
+  int32_t group_count() const {
+    return is_bound() && now_->has_order ? static_cast<int32_t>(now_->groups.size()) : 0;
+  }
+  /// Of the wrap, from 0; -1: a prefix was given, or there is no engine.
+  int32_t number() const { return is_bound() ? now_->number : -1; }
 
  private:
   struct Gradient {
@@ -210,7 +210,35 @@ class GradientRound {
     std::shared_ptr<DeviceEvent> event;
   };
 
+  /// What belongs to one engine.
+  struct Generation {
+    Engine* engine = nullptr;
+    WrapComparison* wraps = nullptr;
+    std::string prefix;       // of the operations' names
+    int32_t number = -1;      // of the wrap; -1: ranks compare none
+    bool is_compared = true;  // the wraps were
+    bool has_order = false;
+    int joins = 0;  // that the context had seen when the groups, and the steps, were begun
+    std::vector<Group> groups;
+    StepCount step{.step = 1};
+    std::pair<int64_t, int> announced{-1, 0};  // rounds_ and joins of the last announcement
+    Status first_error;                        // of the round, or of what was done after the last
+    std::deque<RoundEnd> ends;                 // that are not complete yet, oldest first
+  };
+  /// What is over when the round has been waited for.
+  struct Round {
+    bool is_open = false;
+    bool is_ended = false;
+    bool is_flag_raised = false;
+    std::vector<int32_t> arrival;        // of the first accumulation
+    int32_t due = kNone;                 // to be marked when the next gradient is accumulated
+    std::vector<int32_t> order;          // this rank's marking order
+    std::vector<int32_t> learned_order;  // the first rank's
+    std::shared_ptr<Work> order_work;
+  };
+
   bool Has(int32_t i) const { return i >= 0 && static_cast<size_t>(i) < gradients_.size(); }
+  void Bind(Engine& engine, WrapComparison* wraps, std::vector<std::string> labels);
   Status UseGroups(std::vector<std::vector<int32_t>> groups, bool has_order);
   Status PrepareGroups();
   Result<Group> Prepare(std::vector<int32_t> tensors, size_t number, size_t count);
@@ -228,37 +256,22 @@ class GradientRound {
   void CountStepsAnew();
   void NoteError(const Status& error);
 
-  Engine& engine_;
+  // Of the optimizer.
   Options options_;
-  WrapComparison* const wraps_;
   const std::shared_ptr<ResultAllocator> results_;
-  int32_t number_ = -1;      // of the wrap; -1: ranks compare none
-  bool is_compared_ = true;  // the wraps were
   std::vector<Gradient> gradients_;
-  bool has_order_ = false;
-  int joins_ = 0;  // that the context had seen when the groups, and the steps, were begun
-  std::vector<Group> groups_;
-
-  // Steps.
-  StepCount step_;
-  std::pair<int64_t, int> announced_{-1, 0};  // rounds_ and joins of the last announcement
-  int64_t stepped_ = 0;                       // succeeded_ at the last Stepped
+  bool is_window_full_ = false;
+  int window_passes_ = 0;  // of the window, without those that only accumulate
+  int64_t stepped_ = 0;    // succeeded_ at the last Stepped
   int64_t rounds_ = 0;
   int64_t succeeded_ = 0;
   bool has_unreduced_ = false;
-
-  // The round.
-  bool is_open_ = false;
-  bool is_ended_ = false;
-  bool is_flag_raised_ = false;
   bool is_flag_up_ = false;
-  std::vector<int32_t> arrival_;        // of the first accumulation
-  int32_t due_ = -1;                    // to be marked when the next gradient is accumulated
-  std::vector<int32_t> order_;          // this rank's marking order
-  std::vector<int32_t> learned_order_;  // the first rank's
-  std::shared_ptr<Work> order_work_;
-  Status first_error_;
-  std::deque<RoundEnd> ends_;  // that are not complete yet, oldest first
+  std::string failure_;
+  bool is_interrupted_ = false;
+
+  Round round_;
+  std::unique_ptr<Generation> now_;  // nullptr: unbound
 };
 
 }  // namespace farandole

@@ -16,9 +16,9 @@ import torch
 from farandole import basics, ops
 from farandole.basics import ProcessSet
 from farandole.exceptions import HorovodInternalError
-from farandole.torch._steps import Steps
 from farandole.torch.compression import native_wire
 from farandole.torch.ops import grouped_allreduce
+from farandole.torch.optimizer._steps import Steps
 
 
 class AdasumSteps(Steps):
