@@ -1,7 +1,7 @@
 """What a rank of test_torch_distributed.py runs: the same work over gloo and over Farandole, in one process.
 
-``distributed_job.py collectives|arguments|frameworks`` prints a line per piece of work: its name and "same"
-(bitwise), "close" (to 1e-6 of a tensor's largest element), or how far the results are apart.
+``distributed_job.py collectives arguments frameworks`` (some of them) prints a line per piece of work: its name and
+"same" (bitwise), "close" (to 1e-6 of a tensor's largest element), or how far the results are apart.
 """
 
 import os
@@ -266,7 +266,7 @@ def effects_of(name):
         is_seen = before != after and dist.get_backend() != "gloo"
         return [*flat, [(one.shape, one.stride()) for one in flat], f"autograd sees {after}" if is_seen else "not seen"]
 
-    effects.__name__ = name
+    effects.__name__ = f"arguments of {name}"
     return effects
 
 
@@ -442,6 +442,11 @@ FRAMEWORKS = [
 ARGUMENTS = [effects_of(name) for name in CALLS]
 
 
+def work_of(names):
+    kinds = {"collectives": COLLECTIVES, "arguments": ARGUMENTS, "frameworks": FRAMEWORKS}
+    return [one for name in names for one in kinds[name]]
+
+
 def copied(values):
     return [value.detach().clone() if isinstance(value, torch.Tensor) else repr(value) for value in values]
 
@@ -471,7 +476,7 @@ def as_bytes(value):
 
 def main():
     torch.set_num_threads(1)
-    work = {"collectives": COLLECTIVES, "arguments": ARGUMENTS, "frameworks": FRAMEWORKS}[sys.argv[1]]
+    work = work_of(sys.argv[1:])
     found = {one.__name__: [] for one in work}
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), SIZE, RANK == 0)
     for backend in ("gloo", "farandole"):

@@ -6,6 +6,8 @@ Threads share the interpreter, so a body must not use torch's global random gene
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import os
 import pathlib
 import signal
@@ -43,6 +45,21 @@ def run_threads(size: int, body: Callable[[int], Any], timeout_s: float = GUARD_
         TimeoutError: A rank was not done in time.
     """
     return farandole.in_process(size, timeout_s).run(lambda: body(farandole.rank()))
+
+
+def on_threads(size: int) -> Callable[[Callable[..., object]], Callable[..., None]]:
+    """Decorates a test that runs on every rank and takes its rank first, before fixtures and parameters."""
+
+    def decorate(test: Callable[..., object]) -> Callable[..., None]:
+        def run(**given: object) -> None:
+            run_threads(size, lambda rank: test(rank, **given))
+
+        _, *others = inspect.signature(test).parameters.values()
+        functools.update_wrapper(run, test)
+        run.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]  # which pytest reads
+        return run
+
+    return decorate
 
 
 def count_events(function: Callable[[], Any], counts: Callable[[Any, str], bool]) -> int:

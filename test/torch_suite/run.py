@@ -112,6 +112,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tests", nargs="*", default=["test_*"], help="names, with * and ? (default: all)")
     parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="leave these out")
+    parser.add_argument("--share", default="0/1", metavar="K/N", help="of each N tests the one with number K")
     parser.add_argument("--size", type=int, default=2, help="ranks")
     parser.add_argument("--backends", nargs="+", default=[REFERENCE, OURS])
     parser.add_argument("--limit", type=int, default=60, help="seconds for a test")
@@ -123,8 +124,9 @@ def main():
     case = make_case(module)
     names = unittest.TestLoader().getTestCaseNames(case)
     names = [name for name in names if is_among(name, arguments.tests) and not is_among(name, arguments.without)]
+    which, share = map(int, arguments.share.split("/"))
     table = {}
-    for name in names:
+    for name in names[which::share]:
         row = table[name] = {}
         for backend in arguments.backends:
             start_s = time.monotonic()

@@ -6,93 +6,66 @@ import numpy as np
 import pytest
 
 import farandole as fl
+from operations import CASES, MOVED, Numpy, check, named
 from ranks import run_threads
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")  # before JAX is used
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-NUMPYS = "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 float32 float64 complex64 complex128".split()
-NOT_REDUCED = "bool uint16 uint32 uint64 float8_e4m3fn float8_e5m2".split()
+OF_PADDLE = [name for name in MOVED if not name.startswith("uint") or name == "uint8"]
 #: By library, what is moved. Paddle cannot be imported after TensorFlow.
 TABLE = {
-    "numpy": NUMPYS,
-    "torch": [*NUMPYS, "bfloat16", "float8_e4m3fn", "float8_e5m2"],
-    "jax": [*NUMPYS, "bfloat16", "float8_e4m3fn", "float8_e5m2"],
-    "mlx.core": [*NUMPYS[:-1], "bfloat16"],
-    "paddle": [name for name in NUMPYS if name not in NOT_REDUCED] + ["bool", "bfloat16", "float8_e4m3fn"],
-    "tensorflow": [*NUMPYS, "bfloat16"],
+    "jax": [*MOVED, "bfloat16", "float8_e4m3fn", "float8_e5m2"],
+    "mlx.core": [*MOVED[:-1], "bfloat16"],
+    "paddle": [*OF_PADDLE, "bfloat16", "float8_e4m3fn"],
+    "tensorflow": [*MOVED, "bfloat16"],
 }
 
 
-def array_of(name, library, values, dtype):
-    """An array of the library, in JAX on the second device."""
-    if name == "numpy":
-        return values.astype(dtype)
-    if name == "torch":
-        return library.from_numpy(values).to(getattr(library, dtype))
-    if name == "jax":
-        with library.enable_x64(True):
-            return library.device_put(library.numpy.asarray(values, dtype), library.devices()[1])
-    if name == "mlx.core":
-        dtype = library.bool_ if dtype == "bool" else getattr(library, dtype)
-        return library.array(values, dtype=dtype)
-    return library.to_tensor(values).astype(dtype) if name == "paddle" else library.cast(values, dtype)
+class Library(Numpy):
+    """Arrays of the library with a name, in JAX on the second device."""
+
+    forms = ("blocking", "async", "grouped")
+
+    def __init__(self, name):
+        self.name, self.dtypes, self.library = name, TABLE[name], pytest.importorskip(name)
+
+    def make(self, values, dtype):
+        values, library = np.array(values), self.library
+        if self.name == "jax":
+            with library.enable_x64(True):
+                return library.device_put(library.numpy.asarray(values, dtype), library.devices()[1])
+        if self.name == "mlx.core":
+            return library.array(values, dtype=library.bool_ if dtype == "bool" else getattr(library, dtype))
+        return library.to_tensor(values).astype(dtype) if self.name == "paddle" else library.cast(values, dtype)
+
+    def transposed(self, array):
+        """A view where the library has views."""
+        axes = tuple(reversed(range(len(array.shape))))
+        return (self.library.numpy if self.name == "jax" else self.library).transpose(array, axes)
+
+    def numbers(self, array):
+        """A list, also of what lists do not show, as float8."""
+        if "float8" not in str(array.dtype) and "bfloat16" not in str(array.dtype):
+            return np.asarray(array).tolist()
+        if self.name == "tensorflow":
+            return self.library.cast(array, "float32").numpy().tolist()
+        return np.asarray(array.astype(self.library.float32 if self.name == "mlx.core" else "float32")).tolist()
+
+    def kind_of(self, array):
+        """What results must have too."""
+        place = getattr(array, "sharding", None) or getattr(array, "place", None) or getattr(array, "device", None)
+        return type(array), str(array.dtype), str(place), getattr(array, "weak_type", None)
 
 
-def numbers_in(name, library, array):
-    """A list, also of what lists do not show, as float8."""
-    if "float8" not in str(array.dtype) and "bfloat16" not in str(array.dtype):
-        return np.asarray(array).tolist()
-    if name == "tensorflow":
-        return library.cast(array, "float32").numpy().tolist()
-    single = library.float32 if name == "mlx.core" else "float32"
-    return np.asarray(array.float() if name == "torch" else array.astype(single)).tolist()
-
-
-def transposed(name, library, array):
-    """A view where the library has views."""
-    if name == "torch":
-        return array.T
-    return library.numpy.transpose(array) if name == "jax" else library.transpose(array, (1, 0))
-
-
-def kind_of(array):
-    """What results must have too."""
-    place = getattr(array, "sharding", None) or getattr(array, "place", None) or getattr(array, "device", None)
-    return type(array), str(array.dtype), str(place), getattr(array, "weak_type", None)
-
-
-CASES = [(name, dtype) for name, dtypes in TABLE.items() for dtype in dtypes]
-
-
-@pytest.mark.parametrize(("name", "dtype"), CASES, ids=lambda value: value)
-def test_results_are_of_the_librarys_dtype_and_on_the_arrays_device(name, dtype):
-    library = pytest.importorskip(name)
-    ops = pytest.importorskip("farandole.torch") if name == "torch" else fl
-    values = [(np.arange(6.0).reshape(3, 2) + rank) % (2 if dtype == "bool" else 5) for rank in range(2)]
-    values = [each * (1 - 2j if "complex" in dtype else 1) for each in values]
-
-    def body(rank):
-        for is_view in (False, True):
-            mine = array_of(name, library, values[rank], dtype)
-            both = [each.T for each in values] if is_view else values
-            if is_view:
-                mine = transposed(name, library, mine)
-            expected = {"broadcast": both[1], "allgather": np.concatenate(both)}
-            expected["alltoall"] = np.concatenate([each[:1] if rank == 0 else each[1:] for each in both])
-            results = {"broadcast": ops.broadcast(mine, 1), "allgather": ops.allgather(mine)}
-            results["alltoall"] = ops.alltoall(mine, [1, mine.shape[0] - 1])[0]
-            if dtype not in NOT_REDUCED:
-                expected["allreduce"] = both[0] + both[1]
-                expected["reducescatter"] = np.array_split(both[0] + both[1], 2)[rank]
-                results["allreduce"] = ops.allreduce(mine, op=fl.Sum)
-                results["reducescatter"] = ops.reducescatter(mine, op=fl.Sum)
-            for call, result in results.items():
-                assert kind_of(result) == kind_of(mine), (call, is_view)
-                assert numbers_in(name, library, result) == expected[call].tolist(), (call, is_view)
-
-    run_threads(2, body)
+@pytest.mark.parametrize("name", TABLE)
+def test_results_are_of_the_librarys_dtype_and_on_the_arrays_device(name):
+    library = Library(name)
+    chosen = ("allreduce by Sum", "reducescatter by Sum", "broadcast from rank 1", "allgather of as",
+       "alltoall by splits")
+    cases = [*named(CASES, *chosen), *(case for case in CASES if case.is_strided)]
+    run_threads(2, lambda rank: check(library, rank, 2, cases))
 
 
 def refused(call, *arguments):

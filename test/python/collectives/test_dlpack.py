@@ -12,7 +12,8 @@ import pytest
 import farandole as fl
 from fake_gpu import needs_fake_gpu, pose
 from farandole import _core
-from ranks import run_threads
+from operations import CASES, Numpy, check
+from ranks import on_threads, run_threads
 
 
 class Frozen:
@@ -36,25 +37,19 @@ class Frozen:
         return self._values.tolist()
 
 
-def test_immutable_arrays_give_new_ones_of_their_kind():
-    def body(rank):
-        mine = Frozen(np.full((2, 1), rank + 1.0))
-        handle = fl.allreduce_async(mine, op=fl.Sum, name="x")
-        rows, splits = fl.alltoall(mine, [1, 1])
-        results = [
-            fl.allreduce(mine, op=fl.Sum), fl.synchronize(handle), fl.broadcast(mine, 1),
-            fl.allgather(mine), fl.reducescatter(mine, op=fl.Sum), rows,
-            *fl.grouped_allreduce([mine, Frozen([7.0])], op=fl.Max),
-        ]  # fmt: skip
-        assert all(type(result) is Frozen for result in results) and splits.tolist() == [1, 1]
-        for change in (fl.allreduce_, lambda array: fl.broadcast_(array, 0)):
-            with pytest.raises(TypeError, match="may be changed in place"):
-                change(mine)
-        return [result.tolist() for result in results]
+class OfFrozen(Numpy):
+    forms = ("blocking", "async", "grouped")
 
-    both = [[1], [1], [2], [2]]
-    expected = [[[3], [3]], [[3], [3]], [[2], [2]], both, [[3]], [[1], [2]], [[2], [2]], [7]]
-    assert run_threads(2, body) == [expected] * 2
+    def make(self, values, dtype):
+        return Frozen(np.array(values).astype(dtype))
+
+
+@on_threads(2)
+def test_immutable_arrays_give_new_ones_of_their_kind(rank):
+    check(OfFrozen(), rank, 2, [case for case in CASES if not case.is_strided], ["float64"])
+    for change in (fl.allreduce_, lambda array: fl.broadcast_(array, 0)):
+        with pytest.raises(TypeError, match="may be changed in place"):
+            change(Frozen([1.0]))
 
 
 class Plain(Frozen):
@@ -68,13 +63,11 @@ class Plain(Frozen):
 
 
 @pytest.mark.parametrize("dtype", [np.float64, "f64", None], ids=["class", "text", "none"])
-def test_results_are_numpys_where_a_library_makes_none(dtype):
-    def body(rank):
-        result = fl.allreduce(Plain([rank + 1.0], dtype), op=fl.Sum)
-        assert type(result) is np.ndarray
-        return result.tolist()
-
-    assert run_threads(2, body) == [[3]] * 2
+@on_threads(2)
+def test_results_are_numpys_where_a_library_makes_none(rank, dtype):
+    result = fl.allreduce(Plain([rank + 1.0], dtype), op=fl.Sum)
+    assert type(result) is np.ndarray
+    assert result.tolist() == [3]
 
 
 # A library with DLPack's C functions, in Python. What it has in memory is NumPy's.
@@ -132,7 +125,7 @@ class Library:
     def __init__(self, gpu_of=None, has_memory=True, major=1):
         class Array:
             def __init__(array, values):
-                array.values = np.ascontiguousarray(values, np.float64)
+                array.values = np.asarray(values, np.float64, order="C")
                 array.shape = (ctypes.c_int64 * array.values.ndim)(*array.values.shape)
                 array.strides = (ctypes.c_int64 * array.values.ndim)(
                     *(stride // 8 for stride in array.values.strides)
@@ -202,23 +195,28 @@ class Library:
         Array.__dlpack__ = None  # speaks DLPack, but not in Python
 
 
+class OfC(Numpy):
+    forms = ("blocking", "async", "in place", "grouped")
+
+    def __init__(self, library):
+        self.library = library
+
+    def make(self, values, dtype):
+        return self.library.Array(np.array(values).astype(dtype))
+
+    def numbers(self, array):
+        return array.values.tolist()
+
+    def kind_of(self, array):
+        return type(array)
+
+
 @pytest.mark.parametrize("major", [1, 2])
 def test_dlpacks_c_functions_are_all_that_is_called(major):
     """Also where the newest table is of another version and an older one is behind it."""
     library = Library(major=major)
-
-    def body(rank):
-        mine = library.Array(np.full((2, 2), rank + 1.0))
-        results = [
-            fl.allreduce(mine, op=fl.Sum), fl.reducescatter(mine), fl.broadcast(mine, 1),
-            fl.allgather(mine), fl.alltoall(mine, [1, 1])[0],
-        ]  # fmt: skip
-        assert all(type(result) is library.Array for result in results)
-        assert fl.allreduce_(mine, op=fl.Sum) is mine and mine.values.tolist() == [[3, 3]] * 2
-        return [result.values[:, 0].tolist() for result in results]
-
-    expected = [[3, 3], [1.5], [2, 2], [1, 1, 2, 2], [1, 2]]
-    assert run_threads(2, body) == [expected] * 2
+    run_threads(2, lambda rank: check(OfC(library), rank, 2, [case for case in CASES if not case.is_strided],
+       ["float64"]))
     assert set(library.calls) == {"view", "allocate", "to_python"} and not library.made
 
 

@@ -8,40 +8,39 @@ import torch
 from torch import nn
 
 import farandole.torch as fl
-from ranks import run_forked, run_threads
+from ranks import on_threads, run_forked, run_threads
 
 Pair = collections.namedtuple("Pair", "left right")
 
 
-def test_a_tree_of_anything_keeps_its_structure():
-    def body(rank):
-        tree = {
-            "weights": [torch.full((2, 2), float(rank)), (torch.tensor(rank), 0.5 + rank)],
-            "pair": Pair(rank, None),
-            "ordered": collections.OrderedDict(b=torch.ones(0), a=True),
-        }
-        got = fl.allreduce_tree(tree, op=fl.Sum)
-        assert tree["weights"][0].eq(rank).all()
-        assert got["weights"][0].tolist() == [[3.0, 3.0]] * 2
-        assert got["weights"][1][0].tolist() == 3 and got["weights"][1][0].dtype == torch.int64
-        assert got["weights"][1][1] == 4.5 and type(got["weights"][1]) is tuple
-        assert got["pair"] == Pair(3.0, None)
-        assert type(got["ordered"]) is collections.OrderedDict
-        assert list(got["ordered"]) == ["b", "a"] and got["ordered"]["a"] == 3.0
-        assert got["ordered"]["b"].shape == (0,)
-
-    run_threads(3, body)
+@on_threads(3)
+def test_a_tree_of_anything_keeps_its_structure(rank):
+    tree = {
+        "weights": [torch.full((2, 2), float(rank)), (torch.tensor(rank), 0.5 + rank)],
+        "pair": Pair(rank, None),
+        "ordered": collections.OrderedDict(b=torch.ones(0), a=True),
+    }
+    got = fl.allreduce_tree(tree, op=fl.Sum)
+    assert tree["weights"][0].eq(rank).all()
+    assert got["weights"][0].tolist() == [[3.0, 3.0]] * 2
+    assert got["weights"][1][0].tolist() == 3 and got["weights"][1][0].dtype == torch.int64
+    assert got["weights"][1][1] == 4.5 and type(got["weights"][1]) is tuple
+    assert got["pair"] == Pair(3.0, None)
+    assert type(got["ordered"]) is collections.OrderedDict
+    assert list(got["ordered"]) == ["b", "a"] and got["ordered"]["a"] == 3.0
+    assert got["ordered"]["b"].shape == (0,)
 
 
-def test_a_tree_is_one_operation_and_an_empty_one_is_none():
-    def body(rank):
-        before = fl.counters()["batches"]
-        fl.allreduce_tree({str(i): torch.ones(3) for i in range(20)})
-        assert fl.counters()["batches"] - before == 1
-        assert fl.allreduce_tree({"a": [None, ()]}) == {"a": [None, ()]}
-        assert fl.counters()["batches"] - before == 1
-
-    run_threads(2, body)
+@on_threads(2)
+def test_a_tree_is_one_operation_with_allreduces_options_and_an_empty_one_is_none(rank):
+    before = fl.counters()["batches"]
+    fl.allreduce_tree({str(i): torch.ones(3) for i in range(20)})
+    assert fl.counters()["batches"] - before == 1
+    assert fl.allreduce_tree({"a": [None, ()]}) == {"a": [None, ()]}
+    assert fl.counters()["batches"] - before == 1
+    coarse = fl.allreduce_tree([torch.tensor([1 / 3])], compression=fl.Compression.fp16)
+    assert coarse[0].item() == torch.tensor(1 / 3).half().item()
+    assert fl.allreduce_tree([rank, 5 - rank], op=fl.Max, name="x") == [1.0, 5.0]
 
 
 def test_entries_are_matched_by_key_whatever_their_order():
@@ -55,71 +54,40 @@ def test_entries_are_matched_by_key_whatever_their_order():
 
 
 @pytest.mark.parametrize("call", [fl.allreduce_tree, fl.metric_average])
-def test_trees_that_differ_are_refused_on_all_ranks(call):
-    def body(rank):
+@on_threads(2)
+def test_trees_that_differ_are_refused_on_all_ranks_and_what_is_no_tree_by_its_path(rank, call):
+    for tree in ({"a": 1.0, "b": 2.0} if rank else {"a": 1.0}, [torch.ones(2 + rank)]):
         with pytest.raises(fl.MismatchError):
-            call({"a": 1.0, "b": 2.0} if rank else {"a": 1.0})
-        with pytest.raises(fl.MismatchError):
-            call([torch.ones(2 + rank)])
-
-    run_threads(2, body)
-
-
-@pytest.mark.parametrize("call", [fl.allreduce_tree, fl.metric_average])
-def test_what_is_neither_tensor_nor_number_is_refused_by_its_path(call):
-    def body(rank):
-        with pytest.raises(TypeError, match=r"\['a'\]\[1\] is of type str; expected tensors, num"):
-            call({"a": [1.0, "x"]})
-        with pytest.raises(TypeError, match="it is of type object"):
-            call(object())
-
-    run_threads(1, body)
+            call(tree)
+    for tree, text in (({"a": [1.0, "x"]}, r"\['a'\]\[1\] is of type str; expected tensors, num"),
+                       (object(), "it is of type object")):  # fmt: skip
+        with pytest.raises(TypeError, match=text):
+            call(tree)
 
 
-def test_options_of_allreduce_reach_it():
-    def body(rank):
-        coarse = fl.allreduce_tree([torch.tensor([1 / 3])], compression=fl.Compression.fp16)
-        assert coarse[0].item() == torch.tensor(1 / 3).half().item()
-        assert fl.allreduce_tree([rank, 5 - rank], op=fl.Max, name="x") == [2.0, 5.0]
-
-    run_threads(3, body)
-
-
-def test_metrics_are_averaged_in_float64():
-    def body(rank):
-        assert fl.metric_average(1 + rank, "loss") == 1.5
-        assert fl.metric_average(0.1) == 0.1
-        got = fl.metric_average(
-            {"a": torch.tensor([1, 2 + rank]), "b": torch.tensor(60000.0).half(), "c": 2**40 + rank}
-        )
-        assert got["a"].tolist() == [1.0, 2.5] and got["a"].dtype == torch.float32
-        assert got["b"].item() == 60000 and got["b"].dtype == torch.float16
-        assert got["c"] == 2**40 + 0.5
-        value = torch.tensor(float(rank), requires_grad=True)
-        assert not fl.metric_average(value * 2).requires_grad
-
-    run_threads(2, body)
+@on_threads(2)
+def test_metrics_are_averaged_in_float64(rank):
+    assert fl.metric_average(1 + rank, "loss") == 1.5
+    assert fl.metric_average(0.1) == 0.1
+    values = {"a": torch.tensor([1, 2 + rank]), "b": torch.tensor(60000.0).half(), "c": 2**40 + rank}
+    got = fl.metric_average(values)
+    assert got["a"].tolist() == [1.0, 2.5] and got["a"].dtype == torch.float32
+    assert got["b"].item() == 60000 and got["b"].dtype == torch.float16
+    assert got["c"] == 2**40 + 0.5
+    value = torch.tensor(float(rank), requires_grad=True)
+    assert not fl.metric_average(value * 2).requires_grad
 
 
-def test_weights_make_a_mean_over_samples():
-    def body(rank):
-        metrics = {"loss": [3.0, math.nan, 6.0][rank], "accuracy": torch.tensor(rank / 2)}
-        weight = [10, 0, 20][rank]
-        got = fl.metric_average(metrics, weight=weight)
-        assert got["loss"] == 5.0 and abs(got["accuracy"] - 2 / 3) < 1e-7
-        assert math.isnan(fl.metric_average(1.0, weight=0))
-        with pytest.raises(ValueError, match="weight must be >= 0, not -1"):
-            fl.metric_average(1.0, weight=-1)
-
-    run_threads(3, body)
-
-
-def test_a_weight_on_some_ranks_only_is_refused():
-    def body(rank):
-        with pytest.raises(fl.MismatchError):
-            fl.metric_average(1.0, weight=3 if rank else None)
-
-    run_threads(2, body)
+@on_threads(3)
+def test_weights_of_all_ranks_make_a_mean_over_samples(rank):
+    metrics = {"loss": [3.0, math.nan, 6.0][rank], "accuracy": torch.tensor(rank / 2)}
+    got = fl.metric_average(metrics, weight=[10, 0, 20][rank])
+    assert got["loss"] == 5.0 and abs(got["accuracy"] - 2 / 3) < 1e-7
+    assert math.isnan(fl.metric_average(1.0, weight=0))
+    with pytest.raises(ValueError, match="weight must be >= 0, not -1"):
+        fl.metric_average(1.0, weight=-1)
+    with pytest.raises(fl.MismatchError):
+        fl.metric_average(1.0, weight=3 if rank else None)
 
 
 # evaluate()
@@ -156,8 +124,9 @@ def shard(data, batch_size):
     return list(batches) if len(mine[0]) else []
 
 
-@pytest.mark.parametrize(("count", "size"), [(17, 1), (17, 2), (11, 3), (2, 4)])
-def test_uneven_shards_have_the_figures_of_one_process(count, size):
+@pytest.mark.parametrize(("count", "size", "pickles"), [(17, 1, "1"), (17, 2, "0"), (11, 3, "1"), (2, 4, "1")])
+def test_uneven_shards_have_the_figures_of_one_process(monkeypatch, count, size, pickles):
+    monkeypatch.setenv("FARANDOLE_ALLOW_PICKLE", pickles)
     data = make_data(count)
     expected, _ = measure_alone(data)
 
@@ -178,13 +147,6 @@ def test_uneven_shards_have_the_figures_of_one_process(count, size):
 def measure_alone(data):
     with torch.no_grad():
         return measure(make_model().eval(), data)
-
-
-def test_an_evaluation_without_pickles(monkeypatch):
-    monkeypatch.setenv("FARANDOLE_ALLOW_PICKLE", "0")
-    data = make_data(6)
-    got = run_threads(2, lambda rank: fl.evaluate(make_model(), shard(data, 2), measure))
-    assert got[0]["loss"] == got[1]["loss"]
 
 
 def test_a_failure_on_one_rank_ends_the_evaluation_on_all():
@@ -208,20 +170,16 @@ def test_a_failure_on_one_rank_ends_the_evaluation_on_all():
     assert told == ["evaluate: rank 1 failed: KeyError: 'no such label'"] * 2
 
 
-def test_metrics_that_differ_and_empty_data_are_refused_on_all_ranks():
-    def body(rank):
-        model = nn.Linear(1, 1)
-        with pytest.raises(ValueError, match="evaluate: no rank has a sample"):
-            fl.evaluate(model, [], lambda model, batch: (1.0, 1))
-        text = r"the metrics of ranks 0 and 1 differ in path or shape: .*'loss'.*'error'"
-        with pytest.raises(ValueError, match=text):
-            key = "error" if rank else "loss"
-            fl.evaluate(model, [0], lambda model, batch: ({key: 1.0}, 1))
-        with pytest.raises((ValueError, fl.HorovodInternalError), match="metrics of two batches"):
-            batches = [1, 2] if rank else [2, 2]
-            fl.evaluate(model, batches, lambda model, batch: (torch.ones(batch), 1))
-
-    run_threads(2, body)
+@on_threads(2)
+def test_metrics_that_differ_and_empty_data_are_refused_on_all_ranks(rank):
+    model = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="evaluate: no rank has a sample"):
+        fl.evaluate(model, [], lambda model, batch: (1.0, 1))
+    with pytest.raises(ValueError, match=r"metrics of ranks 0 and 1 differ in path or shape: .*'loss'.*'error'"):
+        fl.evaluate(model, [0], lambda model, batch: ({"error" if rank else "loss": 1.0}, 1))
+    with pytest.raises((ValueError, fl.HorovodInternalError), match="metrics of two batches"):
+        batches = [1, 2] if rank else [2, 2]
+        fl.evaluate(model, batches, lambda model, batch: (torch.ones(batch), 1))
 
 
 def test_everything_runs_in_processes():
@@ -245,7 +203,6 @@ def test_everything_runs_in_processes():
     assert told == ["done"] * 2
 
 
-@pytest.mark.skipif(not hasattr(fl, "add_process_set"), reason="process sets are not available")
 def test_a_process_set_has_its_own_averages():
     def body(rank):
         members = fl.add_process_set([0, 2])

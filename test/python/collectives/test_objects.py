@@ -3,12 +3,13 @@
 import pickle
 import threading
 
+import numpy as np
 import pytest
 
 import farandole as fl
 import farandole.torch as flt
 from farandole import objects
-from ranks import run_forked, run_threads
+from ranks import on_threads, run_forked, run_threads
 
 
 class Refuses:
@@ -190,3 +191,19 @@ def test_an_interrupted_broadcast_goes_on_where_it_stopped(monkeypatch, step):
 
     monkeypatch.setattr(objects._Broadcast, step, interrupting(getattr(objects._Broadcast, step)))
     assert run_threads(2, body) == [[1, 2]] * 2
+
+
+@pytest.mark.parametrize(("text", "arrives"), [
+    pytest.param("x" + 4000 * "\u00e9", "x" + 1000 * "\u00e9", id="long"),
+    pytest.param("file\udcff", "file?", id="surrogate"),
+    pytest.param("\0", "", id="nul"),
+])  # fmt: skip
+@on_threads(2)
+def test_a_failure_text_of_any_characters_reaches_the_other_ranks(rank, text, arrives):
+    def make():
+        raise ValueError(text)
+
+    with pytest.raises(fl.AbortedError) as raised:
+        objects.broadcast_made(make, 0, "what")
+    assert str(raised.value).startswith(f'broadcast_object "what": rank 0 failed: ValueError: {arrives}')
+    assert fl.allreduce(np.ones(1), name="after").tolist() == [1.0]

@@ -9,7 +9,7 @@ import torch
 import farandole as fl
 import farandole.torch as flt
 from farandole import basics
-from ranks import run_mpi, run_threads
+from ranks import on_threads, run_mpi, run_threads
 
 
 def registered():
@@ -24,55 +24,21 @@ def halves(rank):
     return sets[rank % 2], sets[1 - rank % 2]
 
 
-def test_every_collective_runs_among_the_members_alone():
-    def body(rank):
-        mine, _ = halves(rank)
-        own = float(rank)
-        for module, full in ((fl, np.full), (flt, torch.full)):
-            array = full((2, 1), own)
-            got = {
-                "sum": module.allreduce(array, op=fl.Sum, process_set=mine),
-                "mean": module.allreduce(array, process_set=mine),
-                "root": module.broadcast(array, mine.ranks[1], process_set=mine),
-                "rows": module.allgather(full((mine.rank() + 1,), own), process_set=mine),
-                "part": module.reducescatter(array, op=fl.Sum, process_set=mine),
-                "mixed": module.alltoall(array, process_set=mine),
-                "group": module.grouped_allreduce([array], op=fl.Sum, process_set=mine)[0],
-            }
-            low, high = mine.ranks
-            assert got["sum"].tolist() == got["group"].tolist() == [[low + high]] * 2
-            assert got["mean"].tolist() == [[(low + high) / 2]] * 2
-            assert got["root"].tolist() == [[high]] * 2
-            assert got["rows"].tolist() == [low, high, high]
-            assert got["part"].tolist() == [[low + high]]
-            assert got["mixed"].tolist() == [[low], [high]]
-            in_place = module.allreduce_(full((1,), own), op=fl.Sum, process_set=mine)
-            assert in_place.tolist() == [low + high]
-        rows, splits = fl.alltoall(np.array([own] * 3), [1, 2], process_set=mine)
-        assert len(splits) == 2 and set(rows) == {low, high}
-        fl.barrier(process_set=mine)
-        return fl.allreduce(np.array([own]), op=fl.Sum).item()
-
-    assert run_threads(4, body) == [6.0] * 4
-
-
-def test_objects_parameters_and_states_travel_within_a_set():
-    def body(rank):
-        mine, _ = halves(rank)
-        low, high = mine.ranks
-        assert fl.broadcast_object(("of", rank), high, process_set=mine) == ("of", high)
-        assert fl.allgather_object(rank, process_set=mine) == [low, high]
-        weight = torch.nn.Parameter(torch.full((2,), float(rank)))
-        flt.broadcast_parameters({"w": weight}, low, process_set=mine)
-        assert weight.tolist() == [low, low]
-        optimizer = torch.optim.SGD([weight], lr=float(rank + 1))
-        flt.broadcast_optimizer_state(optimizer, high, process_set=mine)
-        assert optimizer.param_groups[0]["lr"] == high + 1
-        sparse = torch.sparse_coo_tensor([[rank // 2]], [float(rank)], (2,))
-        mean = flt.sparse_allreduce_async(sparse, process_set=mine)()
-        assert mean.to_dense().tolist() == [low / 2, high / 2]
-
-    run_threads(4, body)
+@on_threads(4)
+def test_objects_parameters_and_states_travel_within_a_set(rank):
+    mine, _ = halves(rank)
+    low, high = mine.ranks
+    assert fl.broadcast_object(("of", rank), high, process_set=mine) == ("of", high)
+    assert fl.allgather_object(rank, process_set=mine) == [low, high]
+    weight = torch.nn.Parameter(torch.full((2,), float(rank)))
+    flt.broadcast_parameters({"w": weight}, low, process_set=mine)
+    assert weight.tolist() == [low, low]
+    optimizer = torch.optim.SGD([weight], lr=float(rank + 1))
+    flt.broadcast_optimizer_state(optimizer, high, process_set=mine)
+    assert optimizer.param_groups[0]["lr"] == high + 1
+    sparse = torch.sparse_coo_tensor([[rank // 2]], [float(rank)], (2,))
+    mean = flt.sparse_allreduce_async(sparse, process_set=mine)()
+    assert mean.to_dense().tolist() == [low / 2, high / 2]
 
 
 def test_a_set_knows_its_ranks_and_this_rank_its_number_in_it():
@@ -106,78 +72,37 @@ def test_a_new_set_has_the_smallest_number_that_is_free():
     assert run_threads(3, body) == [True, 1, True]
 
 
-def test_a_rank_outside_is_refused_before_anybody_waits():
-    def body(rank):
-        mine, other = halves(rank)
-        for call in (
-            lambda: fl.allreduce(np.ones(1), process_set=other),
-            lambda: flt.allgather(torch.ones(1), process_set=other),
-            lambda: fl.broadcast(np.ones(1), other.ranks[0], process_set=other),
-            lambda: fl.barrier(process_set=other),
-        ):
-            with pytest.raises(ValueError, match=f"Rank {rank} is not a member of the provided"):
-                call()
-        with pytest.raises(ValueError, match="invalid root rank .* for provided process set"):
-            fl.broadcast(np.ones(1), other.ranks[0], process_set=mine)
-        return fl.allreduce(np.ones(1), op=fl.Sum, process_set=mine).item()
-
-    assert run_threads(4, body) == [2.0] * 4
+@on_threads(4)
+def test_a_rank_outside_is_refused_before_anybody_waits(rank):
+    mine, other = halves(rank)
+    for call in (
+        lambda: fl.allreduce(np.ones(1), process_set=other),
+        lambda: flt.allgather(torch.ones(1), process_set=other),
+        lambda: fl.broadcast(np.ones(1), other.ranks[0], process_set=other),
+        lambda: fl.barrier(process_set=other),
+    ):
+        with pytest.raises(ValueError, match=f"Rank {rank} is not a member of the provided"):
+            call()
+    with pytest.raises(ValueError, match="invalid root rank .* for provided process set"):
+        fl.broadcast(np.ones(1), other.ranks[0], process_set=mine)
+    assert fl.allreduce(np.ones(1), op=fl.Sum, process_set=mine).item() == 2.0
 
 
-def test_a_set_that_is_not_registered_is_refused():
-    def body(_rank):
-        for unknown in (fl.ProcessSet([0]), object()):
-            with pytest.raises(TypeError, match="does not exist, or has not been registered"):
-                fl.allreduce(np.ones(1), process_set=unknown)
-        mine = fl.add_process_set([0])
-        fl.remove_process_set(mine)
+@on_threads(4)
+def test_what_is_not_registered_or_registered_twice_is_refused_and_ranks_that_add_other_sets_are_told(rank):
+    removed = fl.add_process_set([0])
+    fl.remove_process_set(removed)
+    for unknown in (fl.ProcessSet([0]), object(), removed):
         with pytest.raises(TypeError, match="does not exist, or has not been registered"):
-            fl.allreduce(np.ones(1), process_set=mine)
-        assert mine.size() is None and mine.rank() is None
-        return fl.allreduce(np.ones(1)).item()
-
-    assert run_threads(2, body) == [1.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [([0, 1], "all ranks are in the global"), ([], "at least 1"), ([0, 7], "7"), ([0, 0], "0")],
-    ids=str,
-)
-def test_sets_that_cannot_be_are_refused_on_all_ranks(ranks, text):
-    def body(_rank):
-        with pytest.raises(ValueError, match=text):
-            fl.add_process_set(ranks)
-        return fl.add_process_set([1]).process_set_id
-
-    assert run_threads(2, body) == [1, 1]
-
-
-def test_the_same_ranks_twice_are_refused_on_all_ranks():
-    def body(_rank):
-        first = fl.add_process_set([1, 0, 2])
-        for again in ([0, 1, 2], first):
-            with pytest.raises(ValueError, match="already|the same ranks"):
-                fl.add_process_set(again)
-        return fl.allreduce(np.ones(1)).item()
-
-    assert run_threads(4, body) == [1.0] * 4
-
-
-def test_ranks_that_are_no_integers_are_refused():
-    for ranks in (["0"], [0.5], [True], [None]):
-        with pytest.raises(ValueError, match="ranks, which are integers"):
-            fl.ProcessSet(ranks)
-    assert fl.ProcessSet(np.array([2, 0])).ranks == [0, 2]
-
-
-def test_ranks_that_add_other_sets_are_told():
-    def body(rank):
-        with pytest.raises(fl.MismatchError):
-            fl.add_process_set([rank])
-        return fl.add_process_set([1]).process_set_id
-
-    assert run_threads(2, body) == [1, 1]
+            fl.allreduce(np.ones(1), process_set=unknown)
+    assert removed.size() is None and removed.rank() is None
+    first = fl.add_process_set([1, 0, 2])
+    for again in ([0, 1, 2], first):
+        with pytest.raises(ValueError, match="already|the same ranks"):
+            fl.add_process_set(again)
+    with pytest.raises(fl.MismatchError):
+        fl.add_process_set([rank])
+    assert (fl.add_process_set([1]).process_set_id, fl.allreduce(np.ones(1)).item()) == (2, 1.0)
 
 
 def test_what_waits_in_a_set_ends_when_it_is_removed_and_does_not_hold_others_up():
@@ -196,17 +121,15 @@ def test_what_waits_in_a_set_ends_when_it_is_removed_and_does_not_hold_others_up
     assert run_threads(3, body) == [2.0, 2.0, True]
 
 
-def test_64_sets_come_and_go():
-    def body(_rank):
-        before = basics.current().core.in_flight
-        for _ in range(64):
-            mine = fl.add_process_set([0])
-            if fl.rank() == 0:
-                fl.allreduce(np.ones(8), name="x", process_set=mine)
-            fl.remove_process_set(mine)
-        return registered(), basics.current().core.in_flight - before
-
-    assert run_threads(2, body) == [({0: [0, 1]}, 0)] * 2
+@on_threads(2)
+def test_64_sets_come_and_go(_rank):
+    before = basics.current().core.in_flight
+    for _ in range(64):
+        mine = fl.add_process_set([0])
+        if fl.rank() == 0:
+            fl.allreduce(np.ones(8), name="x", process_set=mine)
+        fl.remove_process_set(mine)
+    assert (registered(), basics.current().core.in_flight - before) == ({0: [0, 1]}, 0)
 
 
 @pytest.mark.mpi
@@ -240,27 +163,41 @@ def test_sets_are_registered_at_init():
     assert told[1].split("\n") == ["[1, 2]", "1", "[None, None]", "False", "2", "True"]
 
 
+#: Sets that ranks pass -> the error of all.
+DISUNITED = {
+    "[fl.ProcessSet(half), fl.ProcessSet(half.Dup())]": "ValueError .*[0, 2] is a duplicate: rank 0 ",
+    "[fl.ProcessSet(half)] + [fl.ProcessSet([0, 2])] * (world.rank == 2)": "ValueError .*: rank 2 passed 2",
+    "[fl.ProcessSet(world.Dup())]": "ValueError .*global process set",
+    "[fl.ProcessSet([world.rank])]": "MismatchError .*[0] was passed by ranks [0], but not by ranks [1, 2]",
+    "[fl.ProcessSet(half)] * (world.rank != 2)": "MismatchError .*[0, 2] .* not by ranks [2]",
+}
+
+
 @pytest.mark.mpi
-def test_a_set_is_made_of_a_communicator():
+def test_sets_are_made_of_communicators_and_those_that_cannot_be_united_are_refused_on_all_ranks():
     pytest.importorskip("mpi4py")
-    told = run_mpi(
-        3,
-        """
+    script = """
         from mpi4py import MPI
         import numpy as np
         import farandole as fl
-        rank = MPI.COMM_WORLD.Get_rank()
-        odd_and_even = MPI.COMM_WORLD.Split(rank % 2, -rank)
-        even = fl.ProcessSet(MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl([2, 0]))
-                             if rank != 1 else [0, 2])
-        fl.init(comm=MPI.COMM_WORLD, process_sets=[even])
+        world = MPI.COMM_WORLD
+        half = world.Split(world.rank % 2)
+        for sets in DISUNITED:
+            try:
+                fl.init(process_sets=eval(sets))
+            except (ValueError, fl.MismatchError) as error:
+                tell(f"{type(error).__name__} {error}".replace("\\n", " "))
+        group = world.Get_group().Incl([2, 0])
+        even = fl.ProcessSet(world.Create_group(group) if world.rank != 1 else [0, 2])
+        fl.init(comm=world, process_sets=[even])
         tell((even.ranks, even.process_set_id))
-        tell(rank == 1 or fl.allreduce(np.ones(1), op=fl.Sum, process_set=even).item())
-        """,
-    )
-    assert [text.split("\n") for text in told] == [
-        ["([0, 2], 1)", "2.0"], ["([0, 2], 1)", "True"], ["([0, 2], 1)", "2.0"],
-    ]  # fmt: skip
+        tell(world.rank == 1 or fl.allreduce(np.ones(1), op=fl.Sum, process_set=even).item())
+        """
+    for rank, text in enumerate(run_mpi(3, script.replace("DISUNITED", repr(list(DISUNITED))))):
+        *errors, made, result = text.split("\n")
+        for error, expected in zip(errors, DISUNITED.values(), strict=True):
+            assert re.match(expected.replace("[", "\\[").replace("]", "\\]"), error), error
+        assert (made, result) == ("([0, 2], 1)", "True" if rank == 1 else "2.0")
 
 
 @pytest.mark.mpi
@@ -288,37 +225,6 @@ def test_ranks_pass_the_communicators_that_they_are_in():
     known = "{1: [0, 2], 2: [1, 3], 3: [0], 4: [1, 2, 3]}"
     even, odd = [known, "(1, [0, 2], 3)", "2"], [known, "(2, [1, 3], 3)", "4"]
     assert [text.split("\n") for text in told] == [even, odd, even, odd]
-
-
-@pytest.mark.mpi
-@pytest.mark.once
-@pytest.mark.parametrize(
-    ("sets", "expected"),
-    [
-        ("[fl.ProcessSet(half), fl.ProcessSet(half.Dup())]", "ValueError .*[0, 2] is a duplicate: rank 0 "),
-        ("[fl.ProcessSet(half)] + [fl.ProcessSet([0, 2])] * (world.rank == 2)", "ValueError .*: rank 2 passed 2"),
-        ("[fl.ProcessSet(world.Dup())]", "ValueError .*global process set"),
-        ("[fl.ProcessSet([world.rank])]", "MismatchError .*[0] was passed by ranks [0], but not by ranks [1, 2]"),
-        ("[fl.ProcessSet(half)] * (world.rank != 2)", "MismatchError .*[0, 2] .* not by ranks [2]"),
-    ],
-)  # fmt: skip
-def test_sets_that_cannot_be_united_are_refused_on_all_ranks(sets, expected):
-    pytest.importorskip("mpi4py")
-    told = run_mpi(
-        3,
-        f"""
-        from mpi4py import MPI
-        import farandole as fl
-        world = MPI.COMM_WORLD
-        half = world.Split(world.rank % 2)
-        try:
-            fl.init(process_sets={sets})
-        except (ValueError, fl.MismatchError) as error:
-            tell(f"{{type(error).__name__}} {{error}}")
-        """,
-    )
-    pattern = expected.replace("[", "\\[").replace("]", "\\]")
-    assert all(re.match(pattern, text) for text in told), told
 
 
 @pytest.mark.parametrize("complete", ["backward", "step"])

@@ -175,115 +175,80 @@ def test_a_stopped_peer_runs_into_the_deadline():
     assert "no progress for 1000 ms on the shm plane" in done.stdout, done.stdout
 
 
-#: Every rank but the dead one writes what it came to, and how long after the death. mpirun is told
-#: not to end the others.
-DEATH = """
-import os, pathlib, signal, threading, time
+#: Rank {victim} dies or, until the others have ended, is stopped; each writes what it came to, and how long after the
+#: death. mpirun is told not to end the others.
+END = """
+import os, pathlib, signal, subprocess, threading, time
 import numpy as np
 import farandole as fl
 
-folder = pathlib.Path({folder!r})
+{before}
+folder, victim, blocked, is_killed = pathlib.Path({folder!r}), {victim}, "{blocked}", {is_killed}
 
 def die():
     time.sleep(0.3)
-    (folder / "death").write_text(f"{{os.getpid()}} {{time.monotonic()}}")
+    (folder / "end").write_text(f"{{os.getpid()}} {{time.monotonic()}}")
     os.kill(os.getpid(), signal.SIGKILL)
 
-{before}
 fl.init()
 rank = fl.rank()
 fl.barrier()
-if rank == {victim}:
+if rank == victim and is_killed:
     threading.Thread(target=die).start()
+elif rank == victim:
+    others = " ".join(str(folder / str(r)) for r in range(fl.size()) if r != victim)
+    (folder / "end").write_text(f"{{os.getpid()}} {{time.monotonic()}}")
+    subprocess.Popen(["sh", "-c", f"kill -STOP {{os.getpid()}}; for file in {{others}}; do "
+                      f"until [ -e $file ]; do sleep 0.1; done; done; kill -CONT {{os.getpid()}}"])
 try:
-{wait}
+    if blocked == "negotiation" and rank == victim:
+        time.sleep(60 if is_killed else 3)
+    while True:
+        fl.allreduce(np.ones(3_000_000 if blocked == "data" else 1), name="again")
 except fl.HorovodInternalError as error:
-    late = time.monotonic() - float((folder / "death").read_text().split()[1])
-    told = (late, type(error).__name__, error.failed_ranks, error.cause, str(error), vars(error))
-    (folder / str(rank)).write_text(repr(told))
+    began = float((folder / "end").read_text().split()[1])
+    told = (time.monotonic() - began, type(error).__name__, error.failed_ranks, error.cause, str(error), vars(error))
+    (folder / f"{{rank}}.tmp").write_text(repr(told))
+    (folder / f"{{rank}}.tmp").rename(folder / str(rank))
 os._exit(0)
 """
-WAITS = {
-    "negotiation": """
-    if rank == {victim}:
-        time.sleep(60)
-    fl.allreduce(np.ones(1))
-""",
-    "data": """
-    while True:
-        fl.allreduce(np.ones(3_000_000), name="again")
-""",
-}
 
 
-def check_death(folder, size, victim, wait, before=""):
-    """A rank dies; all others raise an error that names it, well before any deadline."""
-    script = DEATH.format(folder=str(folder), victim=victim, wait=WAITS[wait].format(victim=victim), before=before)
+def errors_of_ranks(folder, size, victim, blocked, is_killed, before=""):
+    """By rank what it came to, of all that live; and the process id of the victim."""
+    script = END.format(folder=str(folder), victim=victim, blocked=blocked, is_killed=is_killed, before=before)
     done = mpirun(size, ["-c", script], OMPI_MCA_orte_enable_recovery="1")
-    survivors = [folder / str(rank) for rank in range(size) if rank != victim]
-    silent = [file.name for file in survivors if not file.exists()]
+    files = {rank: folder / str(rank) for rank in range(size) if rank != victim or not is_killed}
+    silent = [rank for rank, file in files.items() if not file.exists()]
     assert not silent, f"ranks {silent} have noticed nothing\n{done.stdout}"
-    pid = (folder / "death").read_text().split()[0]
-    for file in survivors:
-        late, kind, ranks, cause, text, facts = ast.literal_eval(file.read_text())
-        assert (kind, ranks) == ("PeerLostError", (victim,)), text
-        assert text.startswith(f"rank {victim} (pid {pid} on host "), text
-        assert ") was killed by signal 9 (Killed)" in text and cause == text
-        assert (facts["kind"], facts["signal"], facts["exit_code"], facts["pid"]) == ("killed", 9, None, int(pid))
-        assert facts["host"] in text
-        assert late < 2, late
+    told = {rank: ast.literal_eval(file.read_text()) for rank, file in files.items()}
+    return told, int((folder / "end").read_text().split()[0])
 
 
 # Open MPI 5's mpirun knows no recovery: it ends the other ranks, perhaps before they have told.
 @pytest.mark.once
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_dies_ends_the_waits_of_all_others_at_once(tmp_path, victim):
-    check_death(tmp_path, 3, victim, "data")
-
-
-@pytest.mark.once
-@needs_host_names
-def test_also_ranks_of_other_hosts_learn_who_has_died(tmp_path):
-    check_death(tmp_path, 4, 3, "negotiation", HOST_NAMES)
-
-
-#: Rank `victim` is stopped while the others wait, and continued when they have ended.
-STOPPED = """
-import os, pathlib, signal, subprocess, sys, time
-import numpy as np
-import farandole as fl
-
-folder, victim, blocked = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-fl.init()
-rank = fl.rank()
-fl.barrier()
-if rank == victim:
-    others = " ".join(str(folder / str(r)) for r in range(fl.size()) if r != victim)
-    (folder / "pid").write_text(str(os.getpid()))
-    subprocess.Popen(["sh", "-c", f"kill -STOP {os.getpid()}; for file in {others}; do "
-                      f"until [ -e $file ]; do sleep 0.1; done; done; kill -CONT {os.getpid()}"])
-began = time.monotonic()
-try:
-    if blocked == "negotiation" and rank == victim:
-        time.sleep(3)
-    while True:
-        fl.allreduce(np.ones(3_000_000 if blocked == "data" else 1), name="again")
-except fl.HorovodInternalError as error:
-    (folder / f"{rank}.tmp").write_text(repr((type(error).__name__, error.failed_ranks, str(error))))
-    (folder / f"{rank}.tmp").rename(folder / str(rank))
-os._exit(0)
-"""
+@pytest.mark.parametrize(
+    ("size", "victim", "blocked", "before"),
+    [(3, 0, "data", ""), (3, 1, "data", ""),
+     pytest.param(4, 3, "negotiation", HOST_NAMES, marks=needs_host_names, id="of another host")],
+)  # fmt: skip
+def test_a_rank_that_dies_ends_the_waits_of_all_others_at_once(tmp_path, size, victim, blocked, before):
+    """All raise an error that names it, well before any deadline."""
+    told, pid = errors_of_ranks(tmp_path, size, victim, blocked, True, before)
+    for late, kind, ranks, cause, text, facts in told.values():
+        assert (kind, ranks) == ("PeerLostError", (victim,)), text
+        assert text.startswith(f"rank {victim} (pid {pid} on host "), text
+        assert ") was killed by signal 9 (Killed)" in text and cause == text
+        assert (facts["kind"], facts["signal"], facts["exit_code"], facts["pid"]) == ("killed", 9, None, pid)
+        assert facts["host"] in text
+        assert late < 2, late
 
 
 @pytest.mark.once
 @pytest.mark.parametrize(("victim", "blocked"), [(0, "negotiation"), (1, "data")])
 def test_a_rank_that_is_stopped_is_named_on_all_others_and_learns_of_it_later(tmp_path, victim, blocked):
-    done = mpirun(3, ["-c", STOPPED, str(tmp_path), str(victim), blocked], OMPI_MCA_orte_enable_recovery="1")
-    told = {rank: tmp_path / str(rank) for rank in range(3)}
-    assert all(file.exists() for file in told.values()), done.stdout
-    pid = (tmp_path / "pid").read_text()
-    for rank, file in told.items():
-        kind, ranks, text = ast.literal_eval(file.read_text())
+    told, pid = errors_of_ranks(tmp_path, 3, victim, blocked, False)
+    for rank, (_, kind, ranks, _, text, _) in told.items():
         assert victim in ranks or rank == victim, text
         if rank != victim:
             assert kind == "PeerLostError", text

@@ -146,13 +146,6 @@ def test_a_traceback_and_an_editor_find_the_source_of_a_collective(alone):
     assert files[1:] and all(file.endswith(".py") for file in files)
 
 
-@pytest.mark.parametrize("name", ["allreduce", "allreduce_", "allreduce_async", "grouped_allreduce"])
-def test_a_name_in_the_place_of_average_is_refused(alone, name):
-    tensor = torch.ones(1)
-    with pytest.raises(TypeError, match="average must be True, False or None, got .loss.; pass a name as name="):
-        getattr(farandole.torch, name)([tensor] if "grouped" in name else tensor, "loss")
-
-
 def test_isinstance_tells_whether_an_optimizer_is_distributed(alone):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
     assert not isinstance(optimizer, farandole.torch.Distributed)

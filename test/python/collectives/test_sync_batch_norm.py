@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import farandole.torch as fl
-from ranks import run_forked, run_threads
+from ranks import on_threads, run_forked, run_threads
 
 CHANNELS = 3
 #: Images per rank; the first ``size`` entries are a job's.
@@ -47,8 +47,7 @@ def run_layer(layer, inputs):
         x = values.clone().requires_grad_()
         layer.zero_grad()
         y = layer(x)
-        weights = torch.linspace(-1, 1, math.prod(x.shape[1:]), dtype=x.dtype, device=x.device)
-        weights = weights.view(1, *x.shape[1:])
+        weights = torch.linspace(-1, 1, math.prod(x.shape[1:]), dtype=x.dtype, device=x.device).view(1, *x.shape[1:])
         # Of a loss quadratic in y nothing is left: its gradient is a multiple of y and a constant.
         (y * (step + 1) + y.pow(3) / 3).mul(weights).sum().backward()
         seen.append((y.detach(), x.grad))
@@ -86,42 +85,29 @@ def compare_with_torch(counts, dimensions, dtype, tolerance, offset=0.0, steps=2
         scale = float(gradient.abs().max()) + batches[0][0].shape[1]
         torch.testing.assert_close(total, gradient, rtol=0, atol=tolerance * scale)
     for _, _, own in told:
-        for got, buffer in zip(own, buffers, strict=True):
+        for got, first, buffer in zip(own, told[0][2], buffers, strict=True):
             torch.testing.assert_close(got.double(), buffer.double(), rtol=1e-6, atol=1e-6)
-    return told
+            assert torch.equal(got, first), "all ranks have the same statistics bit for bit"
 
 
-@pytest.mark.parametrize("counts", [EVEN, UNEVEN, ONE_EMPTY, ONE_EACH], ids=str)
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("dimensions", [2, 3, 4, 5])
-def test_float64_is_batch_norm_of_the_concatenated_batch(counts, size, dimensions):
-    compare_with_torch(counts[:size], dimensions, torch.float64, 1e-12)
+ROWS = [
+    *[(counts[:size], dimensions, torch.float64, 1e-12, {}) for counts in (EVEN, UNEVEN, ONE_EMPTY, ONE_EACH)
+      for size in (2, 3, 4) for dimensions in SHAPES],
+    *[(counts[:3], dimensions, torch.float32, 1e-6, {}) for counts in (EVEN, UNEVEN, ONE_EMPTY)
+      for dimensions in (2, 4)],
+    (UNEVEN, 4, torch.float32, 1e-6, {}),
+    *[(UNEVEN[:2], 4, dtype, 3 * torch.finfo(dtype).eps, {}) for dtype in (torch.float16, torch.bfloat16)],
+    *[(UNEVEN[:3], 4, torch.float64, 1e-12, {"steps": 4, **options})
+      for options in ({"affine": False}, {"momentum": None}, {"momentum": 0.7, "eps": 0.5},
+                      {"track_running_stats": False}, {"affine": False, "track_running_stats": False})],
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("counts", [EVEN, UNEVEN, ONE_EMPTY], ids=str)
-@pytest.mark.parametrize("dimensions", [2, 4])
-def test_float32_is_within_1e_6(counts, dimensions):
-    compare_with_torch(counts[:3], dimensions, torch.float32, 1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_inputs_are_normalized_in_float32(dtype):
-    compare_with_torch(UNEVEN[:2], 4, dtype, 3 * torch.finfo(dtype).eps)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"affine": False},
-        {"momentum": None},
-        {"momentum": 0.7, "eps": 0.5},
-        {"track_running_stats": False},
-        {"affine": False, "track_running_stats": False},
-    ],
-    ids=str,
-)
-def test_every_option_is_that_of_batch_norm(options):
-    compare_with_torch(UNEVEN[:3], 4, torch.float64, 1e-12, steps=4, **options)
+@pytest.mark.parametrize(("counts", "dimensions", "dtype", "tolerance", "options"), ROWS, ids=str)
+def test_a_layer_with_any_options_is_batch_norm_of_the_concatenated_batch(
+    counts, dimensions, dtype, tolerance, options
+):
+    compare_with_torch(counts, dimensions, dtype, tolerance, **options)
 
 
 def test_a_large_mean_costs_no_digits():
@@ -142,33 +128,50 @@ def test_a_large_mean_costs_no_digits():
         torch.testing.assert_close(running.double(), 0.9 + 0.1 * unbiased, rtol=1e-3, atol=0)
 
 
-def test_all_ranks_have_the_same_statistics_bit_for_bit():
-    (batches,) = make_batches(UNEVEN, 4, torch.float32)
-
-    def body(rank):
-        layer = fl.SyncBatchNorm(CHANNELS)
-        layer(batches[rank])
-        return layer.running_mean, layer.running_var, layer.num_batches_tracked
-
-    first, *others = run_threads(4, body)
-    for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+def twice(layer, x):
+    """A checkpointed layer, and two passes before one backward."""
+    return checkpoint(layer, layer(x).square(), use_reentrant=False).pow(3).sum()
 
 
-def test_statistics_may_be_frozen_later():
+def on_another_thread(layer, x):
+    """As autograd's own thread of each GPU runs backward, which knows nothing of ranks that are threads."""
+    loss = layer(x).pow(3).sum()
+    with ThreadPoolExecutor(1) as other:
+        other.submit(loss.backward).result()
+    return loss.detach().requires_grad_()
+
+
+def frozen_later(layer, x):
+    layer.track_running_stats = False
+    return layer(x).pow(3).sum()
+
+
+def plainly(layer, x):
+    return layer(x).pow(3).sum()
+
+
+@pytest.mark.parametrize("rank_1", ["takes part", "has joined", "is not in the process set"])
+@pytest.mark.parametrize("use", [plainly, twice, on_another_thread, frozen_later])
+def test_gradients_and_statistics_are_those_of_the_batches_of_all_who_take_part(use, rank_1):
     (batches,) = make_batches(UNEVEN, 4, torch.float64)
-    reference = nn.BatchNorm2d(CHANNELS, dtype=torch.float64)
-    reference.track_running_stats = False
-    expected = reference(torch.cat(batches[:2])).split(UNEVEN[:2])
+    members = [0, 1, 2] if rank_1 == "takes part" else [0, 2]
+    reference, whole = nn.BatchNorm2d(CHANNELS, dtype=torch.float64), torch.cat([batches[r] for r in members])
+    use(reference, whole.requires_grad_()).backward()
+    expected = dict(zip(members, whole.grad.split([UNEVEN[r] for r in members]), strict=True))
 
     def body(rank):
-        layer = fl.SyncBatchNorm(CHANNELS, dtype=torch.float64)
-        layer.track_running_stats = False
-        torch.testing.assert_close(layer(batches[rank]), expected[rank])
-        assert layer.running_mean.tolist() == [0.0] * CHANNELS
-        assert layer.num_batches_tracked == 0
+        others = fl.add_process_set([0, 2]) if rank_1 == "is not in the process set" else None
+        if rank in members:
+            layer = fl.SyncBatchNorm(CHANNELS, process_set=others, dtype=torch.float64)
+            x = batches[rank].clone().requires_grad_()
+            use(layer, x).backward()
+            torch.testing.assert_close(x.grad, expected[rank])
+            for own, buffer in zip(layer.buffers(), reference.buffers(), strict=True):
+                torch.testing.assert_close(own, buffer)
+        if rank_1 == "has joined":
+            fl.join()
 
-    run_threads(2, body)
+    run_threads(3, body)
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
@@ -225,9 +228,8 @@ def test_channels_last_stays_channels_last():
     (batches,) = make_batches(UNEVEN, 4, torch.float32)
 
     def body(rank):
-        layer = fl.SyncBatchNorm(CHANNELS)
         x = batches[rank].contiguous(memory_format=torch.channels_last).requires_grad_()
-        y = layer(x)
+        y = fl.SyncBatchNorm(CHANNELS)(x)
         y.square().sum().backward()
         for tensor in (y, x.grad):
             assert tensor.is_contiguous(memory_format=torch.channels_last)
@@ -235,30 +237,26 @@ def test_channels_last_stays_channels_last():
     run_threads(2, body)
 
 
-def test_wrong_inputs_are_refused():
-    def body(rank):
-        layer = fl.SyncBatchNorm(CHANNELS)
-        for shape in ((3,), (2, 4), (2, 4, 5, 5), (1, 3, 1, 1, 1, 1)):
-            with pytest.raises(ValueError, match=r"shape \[batch, 3, ...\] with 2 to 5 dimensions"):
-                layer(torch.ones(shape))
-        for counts in ((1, 0), (0, 0)):
-            text = f"more than 1 value per channel .* all ranks together have {sum(counts)}"
-            with pytest.raises(ValueError, match=text):
-                layer(torch.ones(counts[rank], 3))
-        assert layer.num_batches_tracked == 0
-        assert layer(torch.ones(1, 3)).tolist() == [[0.0] * 3]
-
-    run_threads(2, body)
+@on_threads(2)
+def test_wrong_inputs_are_refused(rank):
+    layer = fl.SyncBatchNorm(CHANNELS)
+    for shape in ((3,), (2, 4), (2, 4, 5, 5), (1, 3, 1, 1, 1, 1)):
+        with pytest.raises(ValueError, match=r"shape \[batch, 3, ...\] with 2 to 5 dimensions"):
+            layer(torch.ones(shape))
+    for counts in ((1, 0), (0, 0)):
+        text = f"more than 1 value per channel .* all ranks together have {sum(counts)}"
+        with pytest.raises(ValueError, match=text):
+            layer(torch.ones(counts[rank], 3))
+    assert layer.num_batches_tracked == 0
+    assert layer(torch.ones(1, 3)).tolist() == [[0.0] * 3]
 
 
-def test_a_second_derivative_is_refused():
-    def body(rank):
-        layer = fl.SyncBatchNorm(CHANNELS)
-        x = torch.ones(2, 3, requires_grad=True)
-        with pytest.raises(RuntimeError, match="SyncBatchNorm has no second derivative"):
-            torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-
-    run_threads(2, body)
+@on_threads(2)
+def test_a_second_derivative_is_refused(rank):
+    layer = fl.SyncBatchNorm(CHANNELS)
+    x = torch.ones(2, 3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="SyncBatchNorm has no second derivative"):
+        torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
 
 
 class Net(nn.Module):
@@ -309,83 +307,21 @@ def test_conversion_leaves_a_subclass_as_it_is_and_names_it():
     assert [type(layer) for layer in net] == [ours, NormedAct, ours, ours]
 
 
-def test_converting_again_keeps_layers_and_their_process_sets():
-    def body(rank):
-        pair = fl.add_process_set([0, 1])
-        net = nn.Sequential(nn.BatchNorm1d(2))
-        fl.SyncBatchNorm.convert_sync_batchnorm(net, pair)
-        layer = net[0]
-        net.append(nn.BatchNorm1d(2))
-        fl.SyncBatchNorm.convert_sync_batchnorm(net)
-        assert net[0] is layer and layer.process_set is pair
-        assert type(net[1]) is fl.SyncBatchNorm and net[1].process_set is None
-
-    run_threads(3, body)
-
-
-def test_a_thread_that_runs_backward_works_for_the_rank_of_the_forward_pass():
-    """As autograd's own thread of each GPU does, which knows nothing of ranks that are threads."""
-
-    def body(rank):
-        layer, x = fl.SyncBatchNorm(2), torch.tensor([[1.0, rank], [rank, 3.0]]).requires_grad_()
-        loss = (layer(x) * (1 + rank)).pow(3).sum()
-        with ThreadPoolExecutor(1) as other:
-            other.submit(loss.backward).result()
-        return x.grad
-
-    def here(rank):
-        layer, x = fl.SyncBatchNorm(2), torch.tensor([[1.0, rank], [rank, 3.0]]).requires_grad_()
-        (layer(x) * (1 + rank)).pow(3).sum().backward()
-        return x.grad
-
-    for one, other in zip(run_threads(2, body), run_threads(2, here), strict=True):
-        assert torch.equal(one, other)
+@on_threads(3)
+def test_converting_again_keeps_layers_and_their_process_sets(rank):
+    pair = fl.add_process_set([0, 1])
+    net = nn.Sequential(nn.BatchNorm1d(2))
+    fl.SyncBatchNorm.convert_sync_batchnorm(net, pair)
+    layer = net[0]
+    net.append(nn.BatchNorm1d(2))
+    fl.SyncBatchNorm.convert_sync_batchnorm(net)
+    assert net[0] is layer and layer.process_set is pair
+    assert type(net[1]) is fl.SyncBatchNorm and net[1].process_set is None
 
 
 def test_a_layer_without_parameters_yet_is_not_converted():
     with pytest.raises(ValueError, match="LazyBatchNorm2d has no parameters before its first forw"):
         fl.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm2d()))
-
-
-def test_a_checkpointed_layer_and_two_passes_before_one_backward():
-    (batches,) = make_batches(UNEVEN, 4, torch.float64)
-
-    def passes(layer, x):
-        first = layer(x)
-        second = checkpoint(layer, first * first, use_reentrant=False)
-        return second.pow(3).sum()
-
-    def body(rank):
-        layer = set_parameters(fl.SyncBatchNorm(CHANNELS, dtype=torch.float64))
-        x = batches[rank].clone().requires_grad_()
-        passes(layer, x).backward()
-        return x.grad
-
-    reference = set_parameters(nn.BatchNorm2d(CHANNELS, dtype=torch.float64))
-    whole = torch.cat(batches[:3]).requires_grad_()
-    passes(reference, whole).backward()
-    torch.testing.assert_close(torch.cat(run_threads(3, body)), whole.grad)
-
-
-def test_a_rank_that_has_joined_has_no_part_in_the_statistics():
-    (batches,) = make_batches(UNEVEN, 4, torch.float64)
-    whole = torch.cat([batches[0], batches[2]]).requires_grad_()
-    expected = nn.BatchNorm2d(CHANNELS, dtype=torch.float64)(whole)
-    expected.pow(3).sum().backward()
-
-    def body(rank):
-        if rank == 1:
-            return fl.join()
-        layer = fl.SyncBatchNorm(CHANNELS, dtype=torch.float64)
-        x = batches[rank].clone().requires_grad_()
-        output = layer(x)
-        output.pow(3).sum().backward()
-        fl.join()
-        return output.detach(), x.grad
-
-    first, _, last = run_threads(3, body)
-    for number, tensor in enumerate((expected.detach(), whole.grad)):
-        torch.testing.assert_close(torch.cat([first[number], last[number]]), tensor)
 
 
 def check_job(device, dtype, tolerance):
@@ -410,24 +346,6 @@ def check_job(device, dtype, tolerance):
         torch.testing.assert_close(got.double().cpu(), buffer.double(), rtol=1e-5, atol=1e-5)
 
 
-def test_a_job_of_processes():
-    told = run_forked(
-        2,
-        """
-        import torch
-        import farandole.torch as fl
-        import test_sync_batch_norm as test
-
-        fl.init()
-        test.check_job("cpu", torch.float32, 1e-5)
-        for dtype in (torch.float16, torch.bfloat16):
-            test.check_job("cpu", dtype, 5 * torch.finfo(dtype).eps)
-        tell("done")
-        """,
-    )
-    assert told == ["done"] * 2
-
-
 def small_net(dtype=torch.float64):
     torch.manual_seed(3)
     return nn.Sequential(
@@ -444,49 +362,28 @@ def train(net, optimizer, inputs):
     return [value.detach() for value in net.state_dict().values()]
 
 
-def test_training_in_processes_is_that_of_one_process_on_the_whole_batch():
-    """With the optimizer's own gradients in flight while a backward pass exchanges its sums."""
-    told = run_forked(
-        2,
-        """
+def check_training():
+    """On a rank of two: the optimizer's own gradients are in flight while a backward pass exchanges its sums."""
+    torch.set_num_threads(1)
+    net, plain = fl.SyncBatchNorm.convert_sync_batchnorm(small_net()), small_net()
+    sgd, plain_sgd = (torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (net, plain))
+    batches = make_batches((4, 4), 4, torch.float64, steps=20)
+    optimizer = fl.DistributedOptimizer(sgd, net.named_parameters())
+    got = train(net, optimizer, [ranks[fl.rank()] for ranks in batches])
+    for a, b in zip(got, train(plain, plain_sgd, [torch.cat(ranks) for ranks in batches]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_processes_normalize_and_train_as_one_process_on_the_whole_batch():
+    script = """
         import torch
         import farandole.torch as fl
         import test_sync_batch_norm as test
 
-        torch.set_num_threads(1)
         fl.init()
-        net = fl.SyncBatchNorm.convert_sync_batchnorm(test.small_net())
-        optimizer = fl.DistributedOptimizer(
-            torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), net.named_parameters()
-        )
-        batches = test.make_batches((4, 4), 4, torch.float64, steps=20)
-        got = test.train(net, optimizer, [ranks[fl.rank()] for ranks in batches])
-        plain = test.small_net()
-        sgd = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-        expected = test.train(plain, sgd, [torch.cat(ranks) for ranks in batches])
-        for a, b in zip(got, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
-        tell("agrees")
-        """,
-    )
-    assert told == ["agrees"] * 2
-
-
-@pytest.mark.skipif(not hasattr(fl, "add_process_set"), reason="process sets are not available")
-def test_a_process_set_normalizes_over_its_ranks():
-    (batches,) = make_batches(UNEVEN, 4, torch.float64)
-    whole = torch.cat([batches[0], batches[2]])
-    expected = nn.BatchNorm2d(CHANNELS, dtype=torch.float64)(whole).split([1, 2])
-
-    def body(rank):
-        members = fl.add_process_set([0, 2])
-        if rank == 1:
-            return None
-        layer = fl.SyncBatchNorm(CHANNELS, process_set=members, dtype=torch.float64)
-        output = layer(batches[rank].clone().requires_grad_())
-        output.square().sum().backward()
-        return output.detach()
-
-    first, _, last = run_threads(3, body)
-    torch.testing.assert_close(first, expected[0])
-    torch.testing.assert_close(last, expected[1])
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            test.check_job("cpu", dtype, 1e-5 if dtype == torch.float32 else 5 * torch.finfo(dtype).eps)
+        test.check_training()
+        tell("done")
+    """
+    assert run_forked(2, script) == ["done"] * 2

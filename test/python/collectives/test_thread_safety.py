@@ -13,7 +13,7 @@ import pytest
 
 import farandole
 from farandole import basics
-from ranks import run_threads
+from ranks import on_threads, run_threads
 
 
 def in_threads(*bodies):
@@ -37,27 +37,24 @@ def in_threads(*bodies):
     return results
 
 
-def test_many_threads_start_operations_and_let_memory_go_at_once():
+@on_threads(2)
+def test_many_threads_start_operations_and_let_memory_go_at_once(rank):
     """Each start lets go of what is complete, whoever started it, while others start and wait."""
+    def reduce(thread):
+        total = 0
+        for i in range(50):
+            handle = farandole.allreduce_async(np.ones(2), name=f"{thread} {i}", op=farandole.Sum)
+            if i % 3 == 0:
+                del handle  # its memory is the context's now
+            else:
+                total += farandole.synchronize(handle).sum()
+        return total
 
-    def body(rank):
-        def reduce(thread):
-            total = 0
-            for i in range(50):
-                handle = farandole.allreduce_async(np.ones(2), name=f"{thread} {i}", op=farandole.Sum)
-                if i % 3 == 0:
-                    del handle  # its memory is the context's now
-                else:
-                    total += farandole.synchronize(handle).sum()
-            return total
-
-        threads = [lambda thread=thread: reduce(thread) for thread in range(4)]
-        results = in_threads(*threads)
-        farandole.allreduce(np.ones(1))
-        farandole.allreduce(np.ones(1))
-        return results, basics.current().core.in_flight
-
-    assert run_threads(2, body) == [([33 * 4.0] * 4, 0)] * 2
+    threads = [lambda thread=thread: reduce(thread) for thread in range(4)]
+    results = in_threads(*threads)
+    farandole.allreduce(np.ones(1))
+    farandole.allreduce(np.ones(1))
+    assert (results, basics.current().core.in_flight) == ([33 * 4.0] * 4, 0)
 
 
 def test_the_memory_of_an_operation_in_flight_is_kept_whoever_drops_it():
@@ -86,36 +83,32 @@ def test_the_memory_of_an_operation_in_flight_is_kept_whoever_drops_it():
 
 
 @pytest.mark.parametrize("function", ["allreduce_async", "allgather_async"])
-def test_two_threads_that_synchronize_one_handle_get_a_result_and_a_value_error(function):
-    def body(rank):
-        if rank == 1:
-            for i in range(20):
-                farandole.barrier()
-                farandole.synchronize(getattr(farandole, function)(np.ones(2), name=f"x{i}"))
-            return
+@on_threads(2)
+def test_two_threads_that_synchronize_one_handle_get_a_result_and_a_value_error(rank, function):
+    if rank == 1:
         for i in range(20):
-            handle = getattr(farandole, function)(np.ones(2), name=f"x{i}")
-            wait = lambda handle=handle: farandole.synchronize(handle)  # noqa: E731
-            poll = lambda handle=handle: farandole.poll(handle)  # noqa: E731
-            results = in_threads(wait, wait, poll, farandole.barrier)
-            arrays = [r for r in results[:2] if isinstance(r, np.ndarray)]
-            errors = [r for r in results[:2] if isinstance(r, ValueError)]
-            assert len(arrays) == 1 and len(errors) == 1, results
-            assert "has been cleared" in str(errors[0])
-            assert isinstance(results[2], bool | ValueError), results
+            farandole.barrier()
+            farandole.synchronize(getattr(farandole, function)(np.ones(2), name=f"x{i}"))
+        return
+    for i in range(20):
+        handle = getattr(farandole, function)(np.ones(2), name=f"x{i}")
+        wait = lambda handle=handle: farandole.synchronize(handle)  # noqa: E731
+        poll = lambda handle=handle: farandole.poll(handle)  # noqa: E731
+        results = in_threads(wait, wait, poll, farandole.barrier)
+        arrays = [r for r in results[:2] if isinstance(r, np.ndarray)]
+        errors = [r for r in results[:2] if isinstance(r, ValueError)]
+        assert len(arrays) == 1 and len(errors) == 1, results
+        assert "has been cleared" in str(errors[0])
+        assert isinstance(results[2], bool | ValueError), results
 
-    run_threads(2, body)
 
-
-def test_two_threads_that_synchronize_a_failed_handle_get_errors_that_say_so():
-    def body(rank):
-        handle = farandole.allreduce_async(np.ones(2 + rank), name="x")
-        wait = lambda: farandole.synchronize(handle)  # noqa: E731
-        results = in_threads(wait, wait)
-        kinds = sorted(type(result).__name__ for result in results)
-        assert kinds == ["MismatchError", "ValueError"], results
-
-    run_threads(2, body)
+@on_threads(2)
+def test_two_threads_that_synchronize_a_failed_handle_get_errors_that_say_so(rank):
+    handle = farandole.allreduce_async(np.ones(2 + rank), name="x")
+    wait = lambda: farandole.synchronize(handle)  # noqa: E731
+    results = in_threads(wait, wait)
+    kinds = sorted(type(result).__name__ for result in results)
+    assert kinds == ["MismatchError", "ValueError"], results
 
 
 TIMELINE = """

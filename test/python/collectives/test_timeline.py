@@ -10,7 +10,7 @@ import pytest
 
 import farandole
 from farandole.runner import cli
-from ranks import run_mpi, run_threads
+from ranks import on_threads, run_mpi, run_threads
 
 
 def _spans(path, lane):
@@ -64,16 +64,14 @@ def test_it_can_be_stopped_and_started_again(tmp_path):
         assert "ALLREDUCE" in {event["name"] for event in _spans(tmp_path / file, "allreduce.t")}
 
 
-def test_a_second_file_and_a_bad_one_are_refused_by_name(tmp_path):
-    def body(rank):
-        with pytest.raises(farandole.HorovodInternalError, match="/nowhere/t.json.*No such file"):
-            farandole.start_timeline("/nowhere/t.json")
-        farandole.start_timeline(tmp_path / "first")
-        farandole.start_timeline(tmp_path / "first")
-        with pytest.raises(ValueError, match="first.*is being written"):
-            farandole.start_timeline(tmp_path / "second")
-
-    run_threads(1, body)
+@on_threads(1)
+def test_a_second_file_and_a_bad_one_are_refused_by_name(rank, tmp_path):
+    with pytest.raises(farandole.HorovodInternalError, match="/nowhere/t.json.*No such file"):
+        farandole.start_timeline("/nowhere/t.json")
+    farandole.start_timeline(tmp_path / "first")
+    farandole.start_timeline(tmp_path / "first")
+    with pytest.raises(ValueError, match="first.*is being written"):
+        farandole.start_timeline(tmp_path / "second")
 
 
 def test_an_operation_is_in_the_file_within_100_ms(tmp_path):

@@ -11,7 +11,7 @@ from distributed_job import compare
 from ranks import free_port
 from test_torch_distributed import run
 
-pytestmark = [pytest.mark.once, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.once
 JOB = pathlib.Path(library_job.__file__)
 
 
