@@ -66,6 +66,8 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   /// The thread in RunOnce does not come back from a library: if it ever does, it uses no library.
   void GiveUp() { given_up_.store(true); }
   bool given_up() const { return given_up_.load(); }
+  /// Something has ended the job, and RunOnce deals with it.
+  bool is_failing() const { return is_failing_.load(); }
 
  private:
   // NegotiationListener
@@ -130,15 +132,15 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   int64_t tick_ns_ = 0;        // when the negotiation wants its next Tick
   int64_t executor_poll_ns_ = -1;
   bool by_caller_ = false;  // see RunOnce
-  bool is_failing_ = false;  // the table has why
-  Status agreed_error_;      // final on all ranks, by a decision
-  Status failed_here_;       // the final error as the holder of the engine lock knows it
+  Status agreed_error_;  // final on all ranks, by a decision
+  Status failed_here_;   // the final error as the holder of the engine lock knows it
   int64_t failed_here_ns_ = 0;
   bool has_left_ = false;
   int64_t leave_due_ns_ = kNever;  // of one that is announced
 
   std::atomic<int64_t> began_ns_{0};
   std::atomic<bool> stop_{false};
+  std::atomic<bool> is_failing_{false};       // the table has why
   std::atomic<bool> spreading_abort_{false};  // of the final error; the transport needs more polls
   std::atomic<bool> given_up_{false};
 };

@@ -63,9 +63,11 @@ void Watchdog::FailWith(const Status& error, bool is_shared) {
   for (EngineObserver* const one : observers_) one->OnStuck(lifecycle_.final_error());
 }
 
-// An engine that is not stuck has taken a peer's error by the next period.
+// An engine that is not stuck has taken a peer's error by the next period; it may need longer to
+// act on it.
 void Watchdog::HeedPeers() {
-  if (liveness_.news() == 0 || lifecycle_.failed() || lifecycle_.is_shut_down()) return;
+  const bool is_idle = liveness_.news() == 0 || loop_.is_failing();
+  if (is_idle || lifecycle_.failed() || lifecycle_.is_shut_down()) return;
   const LivenessTable::Cause cause = liveness_.Judge();
   if (std::exchange(has_heard_, cause.is_shared) && cause.is_shared) {
     FailWith(cause.error, true);

@@ -65,7 +65,7 @@ void LivenessTable::NoteParting(const Status& why) {
   if (RankOf(why) != kHere) findings_[RankOf(why)].parting = why;
 }
 
-LivenessTable::Cause LivenessTable::Judge() const {
+LivenessTable::Cause LivenessTable::Judge() {
   const std::lock_guard lock(mutex_);
   const Finding* best = nullptr;
   for (const auto& [rank, finding] : findings_) {
@@ -75,8 +75,9 @@ LivenessTable::Cause LivenessTable::Judge() const {
     if (is_better) best = &finding;
   }
   if (best == nullptr) return {};
-  const bool waits =
-      best->clarity == Clarity::kConnection && SteadyClock().NowNs() < best->since_ns + cause_ns_;
+  const int64_t now_ns = SteadyClock().NowNs();
+  if (asked_ns_ == 0) asked_ns_ = now_ns;
+  const bool waits = best->clarity == Clarity::kConnection && now_ns < asked_ns_ + cause_ns_;
   const Status& parting = best->parting;
   if (parting.facts().ranks == best->error.facts().ranks && !parting.ok()) {
     return {parting, false, true};

@@ -52,7 +52,7 @@ class LivenessTable final : public Liveness {
     bool is_shared = false;  ///< See Clarity::kShared.
     bool is_final = false;   ///< No better explanation is awaited.
   };
-  Cause Judge() const;
+  Cause Judge();
 
  private:
   struct Finding {
@@ -68,6 +68,7 @@ class LivenessTable final : public Liveness {
   Doorbell* const bell_;
   const int64_t cause_ns_;
   mutable std::mutex mutex_;
+  int64_t asked_ns_ = 0;             // when Judge found something first
   std::map<int, Finding> findings_;  // by rank; -1: of this one's own work
 };
 

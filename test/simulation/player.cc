@@ -64,11 +64,12 @@ void Player::FailEverywhere(const Status& error) {
   if (failed_ || shut_down_) return;
   failed_ = true;
   const bool agreed = !agreed_error_.ok();
-  const Status why = agreed || coalescer_.aborted() ? error : FailedHere(rank_, error);
+  const bool is_shared = agreed || liveness_.Judge().is_shared;
+  const Status why = is_shared ? error : FailedHere(rank_, error);
   world_.oracle().Failed(rank_, why);
   const bool diverged = why.facts().kind == FailureKind::kDiverged;
   ++(diverged ? world_.totals().diverged : world_.totals().lost);
-  coalescer_.SpreadAbort(why, agreed);
+  coalescer_.SpreadAbort(why, is_shared);
   for (const auto& [op, submission] : submissions_) {
     if (Over(op)) continue;
     submission->state = Submission::State::kEnded;
@@ -111,12 +112,16 @@ void Player::Tick() {
   });
 }
 
-void Player::Receive(int from, std::span<const std::byte> bytes) { Deliver({from, bytes, {}}); }
+void Player::Receive(int from, std::span<const std::byte> bytes) { Deliver({from, bytes}); }
 
 void Player::Lose(int rank) {
   FailureFacts facts;
   facts.kind = FailureKind::kKilled;
-  Deliver({rank, {}, Status(Code::kUnavailable, "killed", facts)});
+  facts.ranks = {rank};
+  if (failed_) return;
+  Tick();
+  FailEverywhere(Status(Code::kUnavailable, "killed", facts));
+  AfterCall();
 }
 
 void Player::Deliver(const Transport::Incoming& incoming) {

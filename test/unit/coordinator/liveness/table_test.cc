@@ -25,7 +25,7 @@ TEST(LivenessTable, OfAllFindingsTheClearestCountsAndThenTheFirst) {
   };
   LivenessTable up;
   LivenessTable down;
-  const auto clearest = [](const LivenessTable& table) { return table.Judge().error.message(); };
+  const auto clearest = [](LivenessTable& table) { return table.Judge().error.message(); };
   for (size_t i = 0; i < from_the_vaguest.size(); ++i) {
     up.Note(from_the_vaguest[i]);
     EXPECT_EQ(clearest(up), from_the_vaguest[i].message());
