@@ -129,17 +129,6 @@ TEST_F(FakeDeviceTest, CastsTakeOneLaunchPerThousandTensorsAndNoneForNoElements)
   EXPECT_EQ(device().counts().items, 1025);
 }
 
-TEST_F(FakeDeviceTest, RunsOutOfMemory) {
-  device().SetMemory(1000);
-  void* half = device().Allocate(600).value();
-  EXPECT_EQ(device().Allocate(600).status().code(), Code::kResourceExhausted);
-  device().Free(half);
-  void* whole = device().Allocate(1000).value();
-  EXPECT_EQ(device().counts().live_blocks, 1);
-  device().Free(whole);
-  EXPECT_EQ(device().counts().live_blocks, 0);
-}
-
 TEST_F(FakeDeviceTest, AFailedDeviceExecutesNothingAndHangsNobody) {
   FakeStream* stream = device().NewStream();
   const auto event = NewEvent();

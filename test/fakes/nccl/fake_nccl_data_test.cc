@@ -2,11 +2,7 @@
 // operator with the contract.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <spawn.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
-#include <string>
 #include <vector>
 
 #include "core/half.h"
@@ -112,23 +108,6 @@ TEST_F(FakeNcclDataTest, RunsInTheOrderOfTheStream) {
   job.stream(0).Release();
   job.Synchronize();
   EXPECT_THAT(sums, Each(7.0f));
-}
-
-pid_t StartRank(const ncclUniqueId& id, const char* rank) {
-  std::string program = FARANDOLE_FAKE_NCCL_RANK, text = id.internal, number = rank;
-  char* arguments[] = {program.data(), text.data(), number.data(), nullptr};
-  pid_t child = -1;
-  EXPECT_EQ(posix_spawn(&child, program.c_str(), nullptr, nullptr, arguments, environ), 0);
-  return child;
-}
-
-TEST_F(FakeNcclDataTest, TwoProcessesReduce) {
-  const ncclUniqueId id = FakeNcclJob::NewId();
-  for (const pid_t child : {StartRank(id, "0"), StartRank(id, "1")}) {
-    int status = -1;
-    ASSERT_EQ(waitpid(child, &status, 0), child);
-    EXPECT_EQ(status, 0);
-  }
 }
 
 }  // namespace
