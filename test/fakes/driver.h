@@ -17,7 +17,6 @@ struct FarandoleFakeStream {
 struct FarandoleFakeDevice {
   int index;
   const char* bus_id;
-  const char* host; /* Devices are the same GPU if bus_id and host are equal. */
   struct FarandoleFakeStream* default_stream; /* What a null stream means. */
 };
 

@@ -16,7 +16,7 @@ FakeDevice::FakeDevice(DeviceInfo info)
     : info_(std::move(info)), state_(std::make_shared<FakeDeviceState>(info_.index)) {
   FakeStream* default_stream = state_->AddStream(/*created=*/false);
   memory_.SetLimit(info_.memory_bytes);
-  driver_ = {info_.index, info_.bus_id.c_str(), host_.c_str(), default_stream};
+  driver_ = {info_.index, info_.bus_id.c_str(), default_stream};
 }
 
 FakeDevice::~FakeDevice() {
@@ -135,11 +135,6 @@ Status FakeDevice::CopyFlag(const uint32_t* pinned, uint32_t* flag, StreamHandle
     *flag = __atomic_load_n(pinned, __ATOMIC_SEQ_CST);  // the host may set it at any time
   });
   return {};
-}
-
-void FakeDevice::SetHost(std::string host) {
-  host_ = std::move(host);
-  driver_.host = host_.c_str();
 }
 
 FakeCounts FakeDevice::counts() const {

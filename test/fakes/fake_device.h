@@ -139,15 +139,11 @@ class FakeDevice final : public Device {
   void FailCall(FakeCall call, int k) { state_->FailCall(call, k); }
   /// From now on every call fails and nothing is executed, as after an illegal address.
   void FailDevice() { state_->FailDevice(); }
-  /// Allocate fails beyond so much at a time.
-  void SetMemory(int64_t size_bytes) { memory_.SetLimit(size_bytes); }
   /// Frees what the code under test gave up on purpose.
   void FreeAll() {
     memory_.FreeAll();
     pinned_.FreeAll();
   }
-  /// Who shares a machine, for the fake NCCL's look at duplicate GPUs; "" unless set.
-  void SetHost(std::string host);
   FakeCounts counts() const;
   /// Wrong uses found so far (also written to stderr), which a test that expects them takes away:
   /// a device that ends with any left aborts the program.
@@ -159,7 +155,6 @@ class FakeDevice final : public Device {
 
  private:
   const DeviceInfo info_;
-  std::string host_;
   const std::shared_ptr<FakeDeviceState> state_;
   FakeMemory memory_;
   FakeMemory pinned_;

@@ -256,7 +256,7 @@ no_sanitizer=$no_gpu
 sanitizer=$(fact compute_sanitizer)
 [[ -n $no_sanitizer || -n $sanitizer ]] || no_sanitizer="compute-sanitizer is not there"
 sanitize=("${programs[@]}" "$sanitizer" --error-exitcode 9 --tool)
-step_if "$no_sanitizer" sanitizer-memcheck 200 "${sanitize[@]}" memcheck "$kit/bin/gpu_move_test" --gtest_filter='MoveOnGpu.WorksFrom*'
+step_if "$no_sanitizer" sanitizer-memcheck 200 "${sanitize[@]}" memcheck "$kit/bin/gpu_move_test" --gtest_filter='CastOnGpu.WorksFrom*'
 step_if "$no_sanitizer" sanitizer-plane 300 "${sanitize[@]}" memcheck "$kit/bin/gpu_plane_test" \
   --gtest_filter='*HandlesFused*Solo*:*HandlesFused*StagedOneGpu2*:*ExchangesUnrounded*StagedOneGpu2*'
 
@@ -281,7 +281,7 @@ no_pytest=${no_gpu:-${no_python:-$no_time}}
 step_if "$no_pytest" python-tests 300 "$python" -m pytest -q -rs -p no:cacheprovider "$kit"/test/gpu/test_cuda_*.py
 step_if "${no_pytest:-$no_mpi}" python-two-ranks-staged 120 "${two_ranks[@]}" "$kit/test/gpu/two_ranks.py"
 for tool in racecheck initcheck; do
-  step_if "${no_sanitizer:-$no_time}" "sanitizer-$tool" 200 "${sanitize[@]}" "$tool" "$kit/bin/gpu_move_test" --gtest_filter='MoveOnGpu.WorksFrom*'
+  step_if "${no_sanitizer:-$no_time}" "sanitizer-$tool" 200 "${sanitize[@]}" "$tool" "$kit/bin/gpu_move_test" --gtest_filter='CastOnGpu.WorksFrom*'
 done
 
 "$python" "$kit/test/gpu/table.py" "$results"

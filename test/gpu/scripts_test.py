@@ -1,8 +1,10 @@
 """The scripts of this folder where no GPU is: the table from recorded lines, and polite refusals."""
 
+import fnmatch
 import importlib.util
 import json
 import pathlib
+import re
 import subprocess
 import sys
 import tarfile
@@ -257,6 +259,13 @@ def test_mps_runs_for_its_step_alone_and_all_results_are_in_one_archive(tmp_path
         names = archive.getnames()
     assert {"results/table.json", "results/processes-nccl-mps.log", "results/steps.tsv"} <= set(names)
     assert {file.name for file in (tmp_path / "out").iterdir()} == {"results.tar.gz", "table.json"}
+
+
+def test_the_kernels_tests_that_run_sh_names_are_there():
+    tests = re.findall(r"^TEST\((\w+, \w+)\)", (FOLDER / "move_test.cc").read_text(), re.M)
+    filters = re.findall(r"gpu_move_test\" --gtest_filter='(\S+)'", (FOLDER / "run.sh").read_text())
+    assert len(filters) == 2
+    assert all(fnmatch.filter((test.replace(", ", ".") for test in tests), one) for one in filters)
 
 
 def test_after_eight_minutes_a_quick_run_begins_nothing_more_and_makes_its_table(tmp_path):

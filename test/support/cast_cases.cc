@@ -363,4 +363,61 @@ CastBytes SpecialElements(DType dtype) {
   return bytes;
 }
 
+std::vector<CastCase> CasesOfEveryPair() {
+  std::vector<CastCase> cases;
+  for (const CastSpec& spec : AllCastSpecs()) cases.push_back({spec, ItemsOfEverySize()});
+  return cases;
+}
+
+std::vector<CastCase> CasesOfEveryAlignment() {
+  std::vector<CastCase> cases;
+  for (const CastSpec& spec : CastSpecsByShape()) {
+    CastCase& wanted = cases.emplace_back(CastCase{spec, {}});
+    for (int shifts = 0; shifts < 16 * 16; ++shifts) {
+      for (const int64_t count : {1, 5, 37, 1201}) {
+        wanted.items.push_back({count, shifts / 16, shifts % 16});
+      }
+    }
+  }
+  return cases;
+}
+
+std::vector<CastCase> CasesOfAnyNumber() {
+  std::vector<CastCase> cases;
+  for (const int items :
+       {1, kFewItems, kFewItems + 1, Device::kItemsPerLaunch, Device::kItemsPerLaunch + 1, 2500}) {
+    CastCase& wanted = cases.emplace_back(CastCase{{DType::kFloat32, DType::kBfloat16, 0.5}, {}});
+    for (int i = 0; i < items; ++i) wanted.items.push_back({i % 67, i % 3, i % 2, i % 11 == 0});
+  }
+  return cases;
+}
+
+std::vector<CastCase> CasesOfAbsentInputs() {
+  std::vector<CastCase> cases;
+  for (int i = 0; i < 5 * kReducibleDTypeCount; ++i) {
+    const auto dtype = static_cast<DType>(i / 5);
+    for (const double scale : {1.0, 0.5}) {
+      cases.push_back({{dtype, dtype, scale, 1, static_cast<ReduceOp>(i % 5)},
+                       {{1, 0, 1, true}, {1021, 0, 3, true}, {5, 1, 1}, {40000, 0, 7, true}}});
+    }
+  }
+  return cases;
+}
+
+std::string CompareCastsOfSpecialElements(const CastRunner& runner, const CastRunner& reference) {
+  constexpr DType kFloats[] = {DType::kFloat16, DType::kBfloat16, DType::kFloat32, DType::kFloat64};
+  for (const DType from : kFloats) {
+    const CastBytes in = SpecialElements(from);
+    const int64_t count = static_cast<int64_t>(in.size()) / SizeOf(from);
+    for (const DType to : kFloats) {
+      for (const double scale : {1.0, 0.1, 3e4}) {
+        const std::string difference =
+            CompareCastsOf({{from, to, scale}, {{count}}}, in, runner, reference);
+        if (!difference.empty()) return difference;
+      }
+    }
+  }
+  return "";
+}
+
 }  // namespace farandole

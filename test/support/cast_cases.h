@@ -66,6 +66,16 @@ std::string CompareCastsOf(const CastCase& wanted, const CastBytes& in, const Ca
 std::vector<CastSpec> AllCastSpecs();
 /// Types of every ratio of sizes, for tests of alignment and tails.
 std::vector<CastSpec> CastSpecsByShape();
+/// Every one of AllCastSpecs, with tensors of every size.
+std::vector<CastCase> CasesOfEveryPair();
+/// From every alignment to every other.
+std::vector<CastCase> CasesOfEveryAlignment();
+/// One tensor to more than two launches take.
+std::vector<CastCase> CasesOfAnyNumber();
+/// Absent inputs, filled with the identity of every type and op.
+std::vector<CastCase> CasesOfAbsentInputs();
+/// Of every half and the edges of every float, as CompareCastsOf says it.
+std::string CompareCastsOfSpecialElements(const CastRunner& runner, const CastRunner& reference);
 /// Tensors without elements, with one, odd and prime numbers of them, more than a block does.
 std::vector<CastTensor> ItemsOfEverySize();
 /// All 65,536 halves, or for wider floats: limits, subnormals, ties, NaNs, infinities.

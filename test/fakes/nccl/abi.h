@@ -72,9 +72,6 @@ ncclResult_t ncclCommAbort(ncclComm_t comm);
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* asyncError);
 const char* ncclGetLastError(ncclComm_t comm);
 const char* ncclGetErrorString(ncclResult_t result);
-ncclResult_t ncclCommCount(const ncclComm_t comm, int* count);
-ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int* device);
-ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank);
 ncclResult_t ncclAllReduce(const void* sendbuff, void* recvbuff, size_t count,
                            ncclDataType_t datatype, ncclRedOp_t op, ncclComm_t comm,
                            cudaStream_t stream);

@@ -1,13 +1,11 @@
 // The fake libnccl's calls about communicators, versions and errors.
 #include <unistd.h>
 
-#include <chrono>
 #include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <random>
-#include <thread>
 
 #include "test/fakes/nccl/comm.h"
 #include "test/fakes/nccl/journal.h"
@@ -24,8 +22,6 @@ constexpr int kUndefined = -2147483647 - 1;
 
 FakeNcclJournal& Journal() { return FakeNcclJournal::Get(); }
 
-void SleepBetweenLooks() { std::this_thread::sleep_for(std::chrono::microseconds(50)); }
-
 ncclResult_t CheckInit(const ncclComm_t* comm, int nranks, const ncclUniqueId& id, int rank,
                        const ncclConfig_t* config) {
   if (farandole_fake_current_device() == nullptr) {
@@ -36,8 +32,11 @@ ncclResult_t CheckInit(const ncclComm_t* comm, int nranks, const ncclUniqueId& i
       rank >= nranks || std::strncmp(id.internal, kIdPrefix, sizeof kIdPrefix - 1) != 0) {
     return FakeNcclFail(ncclInvalidArgument, "fake NCCL: a wrong rank, size (1 to 8) or id");
   }
-  if (config != nullptr && (config->magic != kMagic || config->size < sizeof(size_t) + 12)) {
+  if (config == nullptr || config->magic != kMagic || config->size < sizeof(size_t) + 12) {
     return FakeNcclFail(ncclInvalidArgument, "fake NCCL: the config was not initialized");
+  }
+  if (config->blocking != 0) {
+    return FakeNcclFail(ncclInvalidArgument, "fake NCCL: it has no blocking communicators");
   }
   return ncclSuccess;
 }
@@ -69,18 +68,13 @@ void TearDownFakeNccl(ncclComm& comm) {
 }  // namespace farandole
 
 ncclResult_t ncclGetVersion(int* version) {
-  const int failed = Journal().Begin("ncclGetVersion", -1);
-  if (failed != 0) return static_cast<ncclResult_t>(failed);
+  Journal().Count("ncclGetVersion");
   *version = farandole::FakeNcclVersion();
   return ncclSuccess;
 }
 
 ncclResult_t ncclGetUniqueId(ncclUniqueId* uniqueId) {
-  const int failed = Journal().Begin("ncclGetUniqueId", -1);
-  if (failed != 0) {
-    return FakeNcclFail(static_cast<ncclResult_t>(failed),
-                        "fake NCCL: ncclGetUniqueId was made to fail");
-  }
+  Journal().Count("ncclGetUniqueId");
   std::random_device random;
   *uniqueId = {};
   std::snprintf(uniqueId->internal, sizeof uniqueId->internal, "%s%d-%08x%08x", kIdPrefix,
@@ -96,29 +90,21 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int nranks, ncclUniqueId c
   for (const char* name : {"NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_MAX_CTAS"}) {
     (void)Journal().Environment(name);
   }
-  int result = Journal().Begin(call.name, rank);
-  if (result == 0) result = CheckInit(comm, nranks, commId, rank, config);
-  const auto refused = [&](int why) {
+  Journal().Count(call.name);
+  int result = CheckInit(comm, nranks, commId, rank, config);
+  const auto end = [&](int why) {
     call.result = why;
     Journal().Add(call);
     return static_cast<ncclResult_t>(why);
   };
-  if (result != 0) return refused(result);
+  if (result != 0) return end(result);
   commId.internal[sizeof commId.internal - 1] = '\0';
-  const bool blocking =
-      config == nullptr || config->blocking == kUndefined || config->blocking != 0;
-  ncclComm* const entered = farandole::EnterFakeNccl(std::string("/") + commId.internal, rank,
-                                                     nranks, blocking, &result, max_ctas);
-  if (entered == nullptr) return refused(result);
-  ncclComm& made = *entered;
-  *comm = &made;
-  ncclResult_t state = ncclInProgress;
-  while (made.blocking && state == ncclInProgress) {
-    state = farandole::LookAtFakeNcclComm(made);
-    if (state == ncclInProgress) SleepBetweenLooks();
-  }
-  call.comm = &made;
-  return refused(state);
+  ncclComm* const made =
+      farandole::EnterFakeNccl(std::string("/") + commId.internal, rank, nranks, &result, max_ctas);
+  if (made == nullptr) return end(result);
+  *comm = made;
+  call.comm = made;
+  return end(ncclInProgress);
 }
 
 ncclResult_t ncclCommFinalize(ncclComm_t comm) {
@@ -126,7 +112,6 @@ ncclResult_t ncclCommFinalize(ncclComm_t comm) {
   if (!use.ok()) return use.result();
   std::lock_guard lock(comm->mutex);
   comm->state = ncclComm::State::kFinalizing;
-  if (comm->blocking) return use.End(ncclSuccess);
   farandole::FinalizeFakeNccl(*comm);
   return use.End(ncclInProgress);
 }
@@ -150,8 +135,7 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
   };
   if (comm == nullptr) return end(ncclInvalidArgument);
   call.rank = comm->rank;
-  const int failed = Journal().Begin(call.name, comm->rank);
-  if (failed != 0) return end(static_cast<ncclResult_t>(failed));
+  Journal().Count(call.name);
   {
     std::lock_guard lock(comm->mutex);
     if (comm->over() || comm->aborting) {
@@ -166,8 +150,7 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
 }
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* asyncError) {
-  const int failed = Journal().Begin("ncclCommGetAsyncError", comm == nullptr ? -1 : comm->rank);
-  if (failed != 0) return static_cast<ncclResult_t>(failed);
+  Journal().Count("ncclCommGetAsyncError");
   if (comm == nullptr || asyncError == nullptr) return ncclInvalidArgument;
   bool over = false;
   {
@@ -213,15 +196,13 @@ const char* ncclGetErrorString(ncclResult_t result) {
 
 // Aligned as NCCL's granularity of 2 MiB is not: nothing depends on it.
 ncclResult_t ncclMemAlloc(void** ptr, size_t size) {
-  const int failed = Journal().Begin("ncclMemAlloc", -1);
-  if (failed != 0) return static_cast<ncclResult_t>(failed);
+  Journal().Count("ncclMemAlloc");
   *ptr = std::aligned_alloc(4096, (size + 4095) / 4096 * 4096);
   return *ptr != nullptr ? ncclSuccess : ncclUnhandledCudaError;
 }
 
 ncclResult_t ncclMemFree(void* ptr) {
-  const int failed = Journal().Begin("ncclMemFree", -1);
-  if (failed != 0) return static_cast<ncclResult_t>(failed);
+  Journal().Count("ncclMemFree");
   std::free(ptr);
   return ncclSuccess;
 }
@@ -231,22 +212,4 @@ ncclResult_t ncclCommRegister(const ncclComm_t comm, void* buff, size_t size, vo
   if (!use.ok()) return use.result();
   *handle = buff;
   return use.End(ncclSuccess);
-}
-
-ncclResult_t ncclCommCount(const ncclComm_t comm, int* count) {
-  if (comm == nullptr || count == nullptr) return ncclInvalidArgument;
-  *count = comm->size;
-  return ncclSuccess;
-}
-
-ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int* device) {
-  if (comm == nullptr || device == nullptr) return ncclInvalidArgument;
-  *device = comm->device->index;
-  return ncclSuccess;
-}
-
-ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) {
-  if (comm == nullptr || rank == nullptr) return ncclInvalidArgument;
-  *rank = comm->rank;
-  return ncclSuccess;
 }

@@ -177,7 +177,7 @@ ncclResult_t ncclGroupStart() {
 }
 
 ncclResult_t ncclGroupEnd() {
-  (void)farandole::FakeNcclJournal::Get().Begin("ncclGroupEnd", -1);  // counted, never made to fail
+  farandole::FakeNcclJournal::Get().Count("ncclGroupEnd");
   if (group.depth == 0) {
     farandole::FakeNcclJournal::Get().Misuse("ncclGroupEnd without ncclGroupStart");
     return FakeNcclFail(ncclInvalidUsage, "fake NCCL: ncclGroupEnd without ncclGroupStart");

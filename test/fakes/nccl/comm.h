@@ -28,7 +28,6 @@ struct ncclComm {
   std::string name;  ///< Of the memory it shares with its peers.
   int rank = 0;
   int size = 0;
-  bool blocking = true;
   const FarandoleFakeDevice* device = nullptr;
   std::shared_ptr<farandole::FakeNcclExchange> exchange;
 
@@ -62,14 +61,12 @@ std::vector<ncclComm*> FakeNcclComms();
 
 /// This rank's side of the communicator that has its memory by that name.
 /// @return nullptr with `*result`, if there is no memory or the rank is in already.
-ncclComm* EnterFakeNccl(const std::string& name, int rank, int size, bool blocking, int* result,
-                        int max_ctas = 0);
+ncclComm* EnterFakeNccl(const std::string& name, int rank, int size, int* result, int max_ctas = 0);
 
 /// ncclCommGetAsyncError's answer.
 ncclResult_t LookAtFakeNcclComm(ncclComm& comm);
-/// Puts work into its stream: a blocking communicator at once, after it has met the others at the
-/// first use of an algorithm or peer; else a thread does, after a while. @return Success or
-/// InProgress.
+/// Puts work into its stream: of one rank at once; else a thread does, after a while, and after it
+/// has met the others at the first use of an algorithm or peer. @return Success or InProgress.
 ncclResult_t LaunchFakeNccl(ncclComm& comm, ncclComm::Launch launch);
 /// A thread waits for the kernels, then leaves the peers' proxies.
 void FinalizeFakeNccl(ncclComm& comm);

@@ -10,10 +10,8 @@
 //   BUSY_US      n: the thread that a call of a non-blocking communicator starts sleeps so long
 //                before it puts anything into the stream; unset: up to 200, drawn each time
 //   ERROR_AT     k: the k-th collective of a communicator meets an error: it and all later ones end
-//                only by an abort, and ncclCommGetAsyncError says so from then on
-//   ERROR        that error: 6 (ncclRemoteError) unless set
+//                only by an abort, and ncclCommGetAsyncError says ncclRemoteError from then on
 //   ERROR_TEXT   what ncclGetLastError says then
-//   FAIL         "ncclAllReduce:2:3": the second such call from now answers 3; ":0:" means every
 #pragma once
 
 #include <cstddef>
@@ -21,7 +19,7 @@
 
 namespace farandole {
 
-/// One call that was made, in order. Not kept: questions (ncclGet..., ncclCommCount, ...).
+/// One call that was made, in order. Not kept: questions (ncclGet...).
 struct FakeNcclCall {
   const char* name = "";
   const void* comm = nullptr;

@@ -16,15 +16,13 @@ bool Arrive(FakeNcclShared& shared, int rank, int size, int max_ctas) {
   me.size = size;
   me.max_ctas = max_ctas;
   me.version = FakeNcclVersion();
-  std::snprintf(me.host, sizeof me.host, "%s", device->host);
   std::snprintf(me.bus_id, sizeof me.bus_id, "%s", device->bus_id);
   return true;
 }
 
 }  // namespace
 
-ncclComm* EnterFakeNccl(const std::string& name, int rank, int size, bool blocking, int* result,
-                        int max_ctas) {
+ncclComm* EnterFakeNccl(const std::string& name, int rank, int size, int* result, int max_ctas) {
   std::shared_ptr<FakeNcclSegment> segment = FakeNcclSegment::Open(name);
   if (segment == nullptr) {
     *result = FakeNcclFail(ncclSystemError, "fake NCCL: no shared memory");
@@ -39,7 +37,6 @@ ncclComm* EnterFakeNccl(const std::string& name, int rank, int size, bool blocki
   made.rank = rank;
   made.size = size;
   made.device = farandole_fake_current_device();
-  made.blocking = blocking;
   made.exchange = std::make_shared<FakeNcclExchange>(
       segment, rank, size, [](const std::string& what) { FakeNcclJournal::Get().Misuse(what); });
   // The last one closes the door.

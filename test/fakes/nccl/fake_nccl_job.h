@@ -82,6 +82,17 @@ class FakeNcclJob {
     return FARANDOLE_FAKE_NCCL_CALL(ncclAllReduce, in, out, count, type, op, comm(rank),
                                     handle(rank));
   }
+  /// Of floats: a send of what `memory` holds, or a receive into it.
+  ncclResult_t StartSend(int rank, const void* memory, size_t count, int peer) {
+    Use(rank);
+    return FARANDOLE_FAKE_NCCL_CALL(ncclSend, memory, count, ncclFloat32, peer, comm(rank),
+                                    handle(rank));
+  }
+  ncclResult_t StartReceive(int rank, void* memory, size_t count, int peer) {
+    Use(rank);
+    return FARANDOLE_FAKE_NCCL_CALL(ncclRecv, memory, count, ncclFloat32, peer, comm(rank),
+                                    handle(rank));
+  }
   /// What a call that does not block comes to.
   ncclResult_t Completed(int rank, ncclResult_t result) {
     return result == ncclInProgress ? Complete(rank) : result;
@@ -135,9 +146,8 @@ class FakeNcclJob {
     on_all([&](int rank, float* i, float* o) {
       FARANDOLE_FAKE_NCCL_CALL(ncclGroupStart);
       for (int peer = 0; peer < size(); ++peer) {
-        FARANDOLE_FAKE_NCCL_CALL(ncclSend, i, 1, ncclFloat32, peer, comm(rank), handle(rank));
-        FARANDOLE_FAKE_NCCL_CALL(ncclRecv, o + peer, 1, ncclFloat32, peer, comm(rank),
-                                 handle(rank));
+        StartSend(rank, i, 1, peer);
+        StartReceive(rank, o + peer, 1, peer);
       }
       return FARANDOLE_FAKE_NCCL_CALL(ncclGroupEnd);
     });

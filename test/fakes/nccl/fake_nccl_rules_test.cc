@@ -4,7 +4,6 @@
 
 #include <atomic>
 #include <cstdlib>
-#include <functional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -49,13 +48,6 @@ TEST_F(FakeNcclRulesTest, ConnectsWhenAllRanksAreThere) {
   EXPECT_EQ(FakeNcclJob::Start(&second, 2, id, 1), ncclInProgress);
   FARANDOLE_FAKE_NCCL_CALL(ncclCommGetAsyncError, first, &state);
   EXPECT_EQ(state, ncclSuccess);
-  int rank = -1, size = -1, device = -1;
-  FARANDOLE_FAKE_NCCL_CALL(ncclCommUserRank, second, &rank);
-  FARANDOLE_FAKE_NCCL_CALL(ncclCommCount, second, &size);
-  FARANDOLE_FAKE_NCCL_CALL(ncclCommCuDevice, second, &device);
-  EXPECT_EQ(rank, 1);
-  EXPECT_EQ(size, 2);
-  EXPECT_EQ(device, 1);
   for (ncclComm_t comm : {first, second}) FARANDOLE_FAKE_NCCL_CALL(ncclCommAbort, comm);
 }
 
@@ -92,72 +84,53 @@ TEST_F(FakeNcclRulesTest, HangsWhereKernelsOfASharedGpuMayNotAllFit) {
   unsetenv("NCCL_MULTI_RANK_GPU_ENABLE");
 }
 
-TEST_F(FakeNcclRulesTest, TheFirstCollectiveIsInProgressUntilAllRanksHaveCalledOne) {
-  FakeNcclJob job(runtime_, 2, /*meets=*/false);
-  control().set("BUSY_US", "0");
-  EXPECT_EQ(job.StartAllReduce(0, values_, values_, 1), ncclInProgress);
-  for (int i = 0; i < 100; ++i) EXPECT_EQ(job.Look(0), ncclInProgress);
-  EXPECT_EQ(job.StartAllReduce(1, values_ + 1, values_ + 1, 1), ncclInProgress);
-  EXPECT_EQ(job.Complete(0), ncclSuccess);
-  EXPECT_EQ(job.StartAllReduce(0, values_, values_, 1), ncclInProgress);
-  EXPECT_EQ(job.Complete(0), ncclSuccess) << "the next one waits for nobody";
-}
-
-TEST_F(FakeNcclRulesTest, AnotherAlgorithmIsInProgressUntilAllRanksHaveCalledIt) {
-  FakeNcclJob job(runtime_, 2);
-  control().set("BUSY_US", "0");
-  std::vector<float> large[2] = {std::vector<float>(300'000), std::vector<float>(300'000)};
-  const auto start = [&](int rank) {
-    float* const data = large[rank].data();
-    return job.StartAllReduce(rank, data, data, large[rank].size());
+TEST_F(FakeNcclRulesTest, WhatIsUsedFirstIsInProgressUntilThePeersHaveCalledIt) {
+  std::vector<float> large(300'000), other(300'000);
+  const auto check = [](FakeNcclJob& job, const char* what, auto start) {
+    SCOPED_TRACE(what);
+    EXPECT_EQ(start(0), ncclInProgress);
+    for (int i = 0; i < 100; ++i) EXPECT_EQ(job.Look(0), ncclInProgress);
+    EXPECT_EQ(start(1), ncclInProgress);
+    for (int rank : {0, 1}) EXPECT_EQ(job.Complete(rank), ncclSuccess);
+    job.Synchronize();
   };
-  EXPECT_EQ(start(0), ncclInProgress);
-  for (int i = 0; i < 100; ++i) EXPECT_EQ(job.Look(0), ncclInProgress);
-  EXPECT_EQ(start(1), ncclInProgress);
-  for (int rank : {0, 1}) EXPECT_EQ(job.Complete(rank), ncclSuccess);
-  job.Synchronize();
-}
-
-TEST_F(FakeNcclRulesTest, ATransferIsInProgressUntilThePeerHasCalledItsEnd) {
-  FakeNcclJob job(runtime_, 2, /*meets=*/false);
+  FakeNcclJob fresh(runtime_, 2, /*meets=*/false), job(runtime_, 2);
   control().set("BUSY_US", "0");
-  job.Use(0);
-  EXPECT_EQ(
-      FARANDOLE_FAKE_NCCL_CALL(ncclSend, values_, 1, ncclFloat32, 1, job.comm(0), job.handle(0)),
-      ncclInProgress);
-  for (int i = 0; i < 100; ++i) EXPECT_EQ(job.Look(0), ncclInProgress);
-  job.Use(1);
-  EXPECT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclRecv, values_ + 1, 1, ncclFloat32, 0, job.comm(1),
-                                     job.handle(1)),
-            ncclInProgress);
-  for (int rank : {0, 1}) EXPECT_EQ(job.Complete(rank), ncclSuccess);
-}
-
-/// Destroys rank 0's communicator on a thread of its own and has `leave` make rank 1 leave it.
-void DestroyWhile(FakeNcclJob& job, const std::function<void()>& leave) {
-  std::atomic<bool> ended{false};
-  std::thread destroy([&] {
-    job.Use(0);
-    job.Destroy(0);
-    ended = true;
+  const auto sum = [&](int rank) {
+    return fresh.StartAllReduce(rank, &values_[rank], &values_[rank], 1);
+  };
+  check(fresh, "a collective", sum);
+  EXPECT_EQ(sum(0), ncclInProgress);
+  EXPECT_EQ(fresh.Complete(0), ncclSuccess) << "the next one waits for nobody";
+  EXPECT_EQ(fresh.Completed(1, sum(1)), ncclSuccess);
+  check(fresh, "a transfer", [&](int rank) {
+    return rank == 0 ? fresh.StartSend(0, values_, 1, 1) : fresh.StartReceive(1, values_ + 1, 1, 0);
   });
-  for (int i = 0; i < 1000; ++i) std::this_thread::yield();
-  EXPECT_FALSE(ended);
-  leave();
-  destroy.join();
+  check(job, "another algorithm", [&](int rank) {
+    float* const data = rank == 0 ? large.data() : other.data();
+    return job.StartAllReduce(rank, data, data, large.size());
+  });
 }
 
-TEST_F(FakeNcclRulesTest, DestroyWaitsUntilItsPeersFinalize) {
-  FakeNcclJob job(runtime_, 2);
-  DestroyWhile(job, [&] {
+TEST_F(FakeNcclRulesTest, DestroyWaitsUntilItsPeersFinalizeOrAbort) {
+  for (const bool aborts : {false, true}) {
+    FakeNcclJob job(runtime_, 2);
+    std::atomic<bool> ended{false};
+    std::thread destroy([&] {
+      job.Use(0);
+      job.Destroy(0);
+      ended = true;
+    });
+    for (int i = 0; i < 1000; ++i) std::this_thread::yield();
+    EXPECT_FALSE(ended);
     job.Use(1);
-    EXPECT_EQ(FARANDOLE_FAKE_NCCL_RUN(job, 1, ncclCommFinalize, job.comm(1)), ncclSuccess);
-  });
-}
-
-TEST_F(FakeNcclRulesTest, DestroyWaitsUntilItsPeersAbort) {
-  FakeNcclJob job(runtime_, 2);
-  DestroyWhile(job, [&] { job.Abort(1); });
+    if (aborts) {
+      job.Abort(1);
+    } else {
+      EXPECT_EQ(FARANDOLE_FAKE_NCCL_RUN(job, 1, ncclCommFinalize, job.comm(1)), ncclSuccess);
+    }
+    destroy.join();
+  }
 }
 
 TEST_F(FakeNcclRulesTest, FinalizeAndADestroyWithoutConnectionsWaitForNobody) {
@@ -212,35 +185,6 @@ TEST_F(FakeNcclRulesTest, WhatAnAbortedKernelLeavesIsUndefinedAndTheStreamGoesOn
   EXPECT_NE(result, 0);
 }
 
-TEST_F(FakeNcclRulesTest, InitHangsOnlyOnTheChosenRank) {
-  control().set("INIT_HANGS", "1");
-  control().set("RANK", "1");
-  const ncclUniqueId id = FakeNcclJob::NewId();
-  ncclComm_t comms[2];
-  ncclResult_t states[2];
-  for (int rank : {0, 1}) {
-    ASSERT_TRUE(runtime_.fake(rank).MakeCurrent().ok());
-    EXPECT_EQ(FakeNcclJob::Start(&comms[rank], 2, id, rank), ncclInProgress);
-  }
-  for (int rank : {0, 1}) {
-    FARANDOLE_FAKE_NCCL_CALL(ncclCommGetAsyncError, comms[rank], &states[rank]);
-    FARANDOLE_FAKE_NCCL_CALL(ncclCommAbort, comms[rank]);
-  }
-  EXPECT_EQ(states[0], ncclSuccess);
-  EXPECT_EQ(states[1], ncclInProgress);
-}
-
-TEST_F(FakeNcclRulesTest, ACollectiveWithoutItsPeerWaitsUntilTheAbort) {
-  FakeNcclJob job(runtime_, 2);
-  const auto after = [&] {
-    EXPECT_EQ(job.AllReduce(0, values_, values_, 1), ncclSuccess);
-    return job.stream(0).Mark();
-  }();
-  EXPECT_FALSE(after->passed());
-  job.Abort(0);
-  after->Wait();
-}
-
 TEST_F(FakeNcclRulesTest, AnErrorComesWithTheChosenCollective) {
   FakeNcclJob job(runtime_, 2);
   const int transfers = 2 * job.size();
@@ -275,16 +219,6 @@ TEST_F(FakeNcclRulesTest, ACallIsInTheStreamOnlyWhenItIsComplete) {
   EXPECT_FALSE(job.stream(0).Idle());
 }
 
-TEST_F(FakeNcclRulesTest, FailsTheChosenCall) {
-  FakeNcclJob job(runtime_, 1);
-  control().set("FAIL", "ncclAllReduce:2:2");
-  EXPECT_EQ(job.AllReduce(0, values_, values_, 1), ncclSuccess);
-  EXPECT_EQ(job.AllReduce(0, values_, values_, 1), ncclSystemError);
-  EXPECT_EQ(job.AllReduce(0, values_, values_, 1), ncclSuccess);
-  job.Synchronize();
-  EXPECT_EQ(control().times("ncclAllReduce"), 3);
-}
-
 TEST_F(FakeNcclRulesTest, FinalizesWhenItsStreamIsThrough) {
   FakeNcclJob job(runtime_, 1);
   job.stream(0).Hold();
@@ -316,49 +250,37 @@ TEST_F(FakeNcclRulesTest, NoticesWrongUse) {
   EXPECT_THAT(Misuses(), HasSubstr("ncclCommDestroy: the communicator was destroyed or aborted"));
 }
 
+/// What two ranks start that hangs, until it is noticed. @return What is said.
+std::string Noticed(FakeNcclJob& job) {
+  std::string misuses;
+  while (misuses.empty()) misuses = FakeNcclJob::control().take_misuses();
+  for (int rank : {0, 1}) job.Abort(rank);
+  job.Synchronize();
+  FakeNcclJob::control().take_misuses();  // of the other rank
+  return misuses;
+}
+
 TEST_F(FakeNcclRulesTest, NoticesThatRanksRunDifferentCollectives) {
   FakeNcclJob job(runtime_, 2);
   float out[4];
   EXPECT_EQ(job.AllReduce(0, values_, out, 1), ncclSuccess);
   EXPECT_EQ(job.AllReduce(1, values_, out + 2, 2), ncclSuccess);
-  std::string misuses;
-  while (misuses.empty()) misuses = Misuses();
-  EXPECT_THAT(misuses, HasSubstr("run different collectives"));
-  for (int rank : {0, 1}) job.Abort(rank);
-  job.Synchronize();
-  Misuses();  // of the other rank
+  EXPECT_THAT(Noticed(job), HasSubstr("run different collectives"));
 }
 
 TEST_F(FakeNcclRulesTest, NoticesASendAndAReceiveOfDifferentSizes) {
   FakeNcclJob job(runtime_, 2);
-  job.Use(0);
-  EXPECT_EQ(FARANDOLE_FAKE_NCCL_RUN(job, 0, ncclSend, values_, 2, ncclFloat32, 1, job.comm(0),
-                                    job.handle(0)),
-            ncclSuccess);
-  job.Use(1);
-  EXPECT_EQ(FARANDOLE_FAKE_NCCL_RUN(job, 1, ncclRecv, values_, 1, ncclFloat32, 0, job.comm(1),
-                                    job.handle(1)),
-            ncclSuccess);
-  std::string misuses;
-  while (misuses.empty()) misuses = Misuses();
-  EXPECT_THAT(misuses, HasSubstr("rank 0 sends 2 elements of type 7 to rank 1, which receives 1"));
-  for (int rank : {0, 1}) job.Abort(rank);
-  job.Synchronize();
+  EXPECT_EQ(job.Completed(0, job.StartSend(0, values_, 2, 1)), ncclSuccess);
+  EXPECT_EQ(job.Completed(1, job.StartReceive(1, values_, 1, 0)), ncclSuccess);
+  EXPECT_THAT(Noticed(job),
+              HasSubstr("rank 0 sends 2 elements of type 7 to rank 1, which receives 1"));
 }
 
 TEST_F(FakeNcclRulesTest, ASendWaitsForTheReceiveOfItsPeer) {
   FakeNcclJob job(runtime_, 2);
-  const auto receive = [&](int rank, int peer) {
-    job.Use(rank);
-    return FARANDOLE_FAKE_NCCL_RUN(job, rank, ncclRecv, &values_[rank], 1, ncclFloat32, peer,
-                                   job.comm(rank), job.handle(rank));
-  };
-  job.Use(0);
-  EXPECT_EQ(FARANDOLE_FAKE_NCCL_RUN(job, 0, ncclSend, values_, 1, ncclFloat32, 1, job.comm(0),
-                                    job.handle(0)),
-            ncclSuccess);
+  EXPECT_EQ(job.Completed(0, job.StartSend(0, values_, 1, 1)), ncclSuccess);
   const auto sent = job.stream(0).Mark();
-  EXPECT_EQ(receive(1, 1), ncclSuccess);  // from the wrong one
+  EXPECT_EQ(job.Completed(1, job.StartReceive(1, values_ + 1, 1, 1)), ncclSuccess);  // another's
   EXPECT_FALSE(sent->passed());
   for (int rank : {0, 1}) job.Abort(rank);
   job.Synchronize();
@@ -376,12 +298,7 @@ TEST_F(FakeNcclRulesTest, NoticesGroupsThatDiffer) {
     }
     EXPECT_EQ(FARANDOLE_FAKE_NCCL_CALL(ncclGroupEnd), ncclInProgress);
   }
-  std::string misuses;
-  while (misuses.empty()) misuses = Misuses();
-  EXPECT_THAT(misuses, HasSubstr("run different collectives"));
-  for (int rank : {0, 1}) job.Abort(rank);
-  job.Synchronize();
-  Misuses();  // of the other rank
+  EXPECT_THAT(Noticed(job), HasSubstr("run different collectives"));
 }
 
 TEST_F(FakeNcclRulesTest, NoticesBuffersThatOverlap) {

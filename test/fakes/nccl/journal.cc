@@ -18,7 +18,6 @@ void FakeNcclJournal::Set(const char* name, const char* value) {
   } else {
     settings_[name] = value;
   }
-  times_since_set_.clear();
 }
 
 void FakeNcclJournal::Reset() {
@@ -26,7 +25,6 @@ void FakeNcclJournal::Reset() {
   settings_.clear();
   environment_.clear();
   times_.clear();
-  times_since_set_.clear();
   calls_.clear();
   misuses_.clear();
 }
@@ -58,16 +56,9 @@ std::string FakeNcclJournal::Environment(const std::string& name) {
   return environment_[name] = value == nullptr ? "" : value;
 }
 
-int FakeNcclJournal::Begin(const char* name, int rank) {
-  const std::string fail = Text("FAIL");  // "ncclAllReduce:2:3"
-  const bool concerned = rank < 0 || Number("RANK", rank) == rank;
+void FakeNcclJournal::Count(const char* name) {
   std::lock_guard lock(mutex_);
   ++times_[name];
-  const size_t first = fail.find(':'), second = fail.rfind(':');
-  if (!concerned || first == second || fail.substr(0, first) != name) return 0;
-  const int64_t which = std::atoi(fail.c_str() + first + 1);
-  const int64_t now = ++times_since_set_[name];
-  return which == 0 || which == now ? std::atoi(fail.c_str() + second + 1) : 0;
 }
 
 void FakeNcclJournal::Add(const FakeNcclCall& call) {

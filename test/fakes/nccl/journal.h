@@ -25,8 +25,7 @@ class FakeNcclJournal {
   /// A variable of NCCL's own as it was at the first look since Reset, whatever came later.
   std::string Environment(const std::string& name);
 
-  /// Counts a call. @return The result that FAIL wants for it; 0 for none.
-  int Begin(const char* name, int rank);
+  void Count(const char* name);
   void Add(const FakeNcclCall& call);
   size_t calls();
   FakeNcclCall call(size_t index);
@@ -40,7 +39,6 @@ class FakeNcclJournal {
   std::map<std::string, std::string> settings_;
   std::map<std::string, std::string> environment_;
   std::map<std::string, int64_t> times_;
-  std::map<std::string, int64_t> times_since_set_;
   std::vector<FakeNcclCall> calls_;
   std::string misuses_;
 };

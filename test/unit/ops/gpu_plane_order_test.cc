@@ -8,16 +8,14 @@ namespace farandole {
 namespace {
 
 using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using State = Progress::State;
 
 TEST_F(GpuPlaneTest, LaunchesTheBatchesOfAllSetsInTheOrderStarted) {
   Open();
   Warm();
   scripts_[0].may_launch = false;
-  Start(0, 7, 2);
-  Start(0, 8, 3);
-  Start(0, 7, 4);
+  Start(0, 7);
+  Start(0, 8);
+  Start(0, 7);
   StepOften();
   EXPECT_THAT(scripts_[0].calls, ElementsAre("begin 2"));
   scripts_[0].may_launch = true;
@@ -30,8 +28,8 @@ TEST_F(GpuPlaneTest, IsLaunchedBeforeItsEndAndDoneAfterItAndInOrder) {
   Open();
   Warm();
   plane(0).HoldStreams();
-  Given& first = Start(0, 7, 2);
-  Given& second = Start(0, 8, 3);
+  Given& first = Start(0, 7);
+  Given& second = Start(0, 8);
   Launch(first);
   ASSERT_NE(first.operation->end(), nullptr);
   Launch(second);
@@ -51,8 +49,8 @@ TEST_F(GpuPlaneTest, IsLaunchedBeforeItsEndAndDoneAfterItAndInOrder) {
 TEST_F(GpuPlaneTest, IsNotDoneBeforeAnEarlierBatchIs) {
   Open();
   Warm();
-  Given& first = Start(0, 7, 2);
-  Given& second = Start(0, 8, 3);
+  Given& first = Start(0, 7);
+  Given& second = Start(0, 8);
   Launch(first);
   Launch(second);
   plane(0).Synchronize();  // both ends are complete
@@ -64,14 +62,10 @@ TEST_F(GpuPlaneTest, IsNotDoneBeforeAnEarlierBatchIs) {
 TEST_F(GpuPlaneTest, SaysThatItWaitsForInputsWhileTheProducerIsLate) {
   Open();
   Warm();
-  FakeStream* producer = plane(0).device().NewStream();
-  const std::shared_ptr<DeviceEvent> ready = plane(0).device().CreateEvent().value();
-  producer->Hold();
-  producer->Enqueue("a late write", [] {});
-  ASSERT_TRUE(ready->Record(producer->handle()).ok());
-  const std::shared_ptr<DeviceEvent> events[] = {ready};
-  Given& late = Start(0, 7, 2, events);
-  Given& behind = Start(0, 8, 3);
+  Ready events[1];
+  FakeStream* const producer = HoldProducer(events[0]);
+  Given& late = Start(0, 7, {4}, events);
+  Given& behind = Start(0, 8);
   StepOften();
   EXPECT_EQ(late.last.state, State::kWaiting);
   EXPECT_TRUE(late.last.for_inputs);
@@ -83,10 +77,10 @@ TEST_F(GpuPlaneTest, SaysThatItWaitsForInputsWhileTheProducerIsLate) {
 TEST_F(GpuPlaneTest, StopsSayingSoOnceTheInputsAreThere) {
   Open();
   Warm();
-  const std::shared_ptr<DeviceEvent> ready = plane(0).device().CreateEvent().value();
-  const std::shared_ptr<DeviceEvent> events[] = {ready};  // never recorded: there already
+  const Ready events[] = {
+      plane(0).device().CreateEvent().value()};  // never recorded: there already
   plane(0).HoldStreams();
-  Given& given = Start(0, 7, 2, events);
+  Given& given = Start(0, 7, {4}, events);
   Launch(given);
   EXPECT_TRUE(Step(given).for_inputs);
   FakeStream::Find(scripts_[0].stream->stream())
@@ -101,11 +95,11 @@ TEST_F(GpuPlaneTest, ABatchInLineMovesWhenTheLineDoes) {
   Open();
   Warm();
   scripts_[0].may_launch = false;
-  Given& first = Start(0, 7, 2);
-  Given& second = Start(0, 8, 3);
+  Given& first = Start(0, 7);
+  Given& second = Start(0, 8);
   StepOften();
   EXPECT_EQ(second.last.state, State::kWaiting);
-  Given& third = Start(0, 7, 4);
+  Given& third = Start(0, 7);
   EXPECT_EQ(Step(third).state, State::kWaiting);
   scripts_[0].may_launch = true;
   Launch(first);
@@ -118,31 +112,28 @@ TEST_F(GpuPlaneTest, AnAbandonedBatchTakesAllOthersAlong) {
   Open();
   Warm();
   plane(0).HoldStreams();
-  Given& launched = Start(0, 7, 2);
+  Given& launched = Start(0, 7);
   Launch(launched);
   scripts_[0].may_launch = false;
-  Given& begun = Start(0, 8, 3);
+  Given& begun = Start(0, 8);
   Step(begun);
-  begun.operation->Abandon();
-  begun.operation = nullptr;
+  Abandon(begun);
   EXPECT_THAT(scripts_[0].calls,
               ElementsAre("begin 2", "launch 2", "begin 3", "abandon", "abandon"));  // of both sets
   EXPECT_EQ(Step(launched).state, State::kFailed);
   EXPECT_EQ(launched.last.status.code(), Code::kAborted);
   EXPECT_EQ(plane(0).Start(launched.batch).status().code(), Code::kAborted);
-  plane(0).device().ReleaseStreams();
 }
 
 TEST_F(GpuPlaneTest, ReportsADeviceThatFails) {
   Open();
   Warm();
   plane(0).HoldStreams();
-  Given& given = Start(0, 7, 2);
+  Given& given = Start(0, 7);
   Launch(given);
   plane(0).device().FailDevice();
   EXPECT_EQ(Step(given).state, State::kFailed);
   EXPECT_EQ(given.last.status.code(), Code::kInternal);
-  plane(0).device().ReleaseStreams();
 }
 
 }  // namespace

@@ -58,6 +58,12 @@ bool SameElements(DType dtype, const Bytes& a, const Bytes& b) {
   return true;
 }
 
+std::vector<const void*> PointersTo(const std::vector<Bytes>& sources) {
+  std::vector<const void*> pointers;
+  for (const Bytes& source : sources) pointers.push_back(source.data());
+  return pointers;
+}
+
 template <class T>
 std::vector<T> Reduce(const std::vector<std::vector<T>>& sources, DType wire, ReduceOp op,
                       double postscale = 1.0, int64_t divisor = 0) {
@@ -125,6 +131,11 @@ class KernelsAgree : public ::testing::TestWithParam<int64_t> {
   Bytes Random(DType dtype, uint64_t seed) const {
     return RandomBytes(static_cast<size_t>(count() * SizeOf(dtype)), seed);
   }
+  std::vector<Bytes> Sources(DType dtype, size_t number) const {
+    std::vector<Bytes> sources;
+    for (size_t k = 0; k < number; ++k) sources.push_back(Random(dtype, k + 7));
+    return sources;
+  }
   /// Whether run(kernels, result) gives every instruction set the elements that the last of them,
   /// which every processor has, gives.
   template <class Run>
@@ -147,10 +158,8 @@ TEST_P(KernelsAgree, OnEveryReduction) {
     for (const ReduceOp op : kOps) {
       if (IsFloating(dtype) && IsBitwise(op)) continue;
       for (const size_t source_count : {1u, 2u, 3u, 5u}) {
-        std::vector<Bytes> sources;
-        std::vector<const void*> pointers;
-        for (size_t k = 0; k < source_count; ++k) sources.push_back(Random(dtype, k + 7));
-        for (const Bytes& source : sources) pointers.push_back(source.data());
+        const std::vector<Bytes> sources = Sources(dtype, source_count);
+        const std::vector<const void*> pointers = PointersTo(sources);
         for (const double postscale : {1.0, -0.7}) {
           const ReduceSpec spec{dtype, op, 5, postscale};
           ASSERT_TRUE(AllAgree(dtype,
@@ -237,10 +246,8 @@ TEST_P(KernelsAgree, OnScalingInPlace) {
 TEST_P(KernelsAgree, WhenTheResultOverwritesASource) {
   for (const DType dtype : kDTypes) {
     for (const size_t overwritten : {0u, 1u, 2u}) {
-      std::vector<Bytes> sources = {Random(dtype, 1), Random(dtype, 2), Random(dtype, 3)};
-      sources.resize(std::max<size_t>(2, overwritten + 1));
-      std::vector<const void*> pointers;
-      for (const Bytes& source : sources) pointers.push_back(source.data());
+      std::vector<Bytes> sources = Sources(dtype, std::max<size_t>(2, overwritten + 1));
+      const std::vector<const void*> pointers = PointersTo(sources);
       const ReduceSpec spec{dtype, ReduceOp::kMax, 3, 1.0};
       Bytes apart = Random(dtype, 9);
       BestCpuKernels().Reduce(apart.data(), pointers, count(), spec);
@@ -273,17 +280,53 @@ TEST(Kernels, StreamBytesFromAndToAnyAlignment) {
   }
 }
 
-TEST(Kernels, SumFloat16InFloatAndRoundOnce) {
-  // 2048 + 1 + 1: in float16 each step would round back to 2048.
-  const std::vector<std::vector<uint16_t>> sources = {{0x6800}, {0x3c00}, {0x3c00}};
-  EXPECT_EQ(Reduce(sources, DType::kFloat16, ReduceOp::kSum)[0], 0x6801);  // 2050
+template <class T>
+struct Reduction {
+  const char* promise;
+  ReduceOp op;
+  std::vector<std::vector<T>> sources;
+  std::vector<T> result;
+  double postscale = 1.0;
+  int64_t divisor = 0;  ///< 0: as many as there are sources.
+};
+
+template <class T>
+void Check(DType wire, const std::vector<Reduction<T>>& rows) {
+  for (const Reduction<T>& row : rows) {
+    EXPECT_EQ(Reduce(row.sources, wire, row.op, row.postscale, row.divisor), row.result)
+        << Name(wire) << " " << Name(row.op) << ": " << row.promise;
+  }
 }
 
-TEST(Kernels, AverageDividesBeforeTheOneRounding) {
-  // 60000 + 60000 overflows float16; its half does not.
+TEST(Kernels, ReduceAsTheContractSays) {
+  using Op = ReduceOp;
   const uint16_t big = ToFloat16(60000.0f).bits;
-  const std::vector<std::vector<uint16_t>> sources = {{big}, {big}};
-  EXPECT_EQ(Reduce(sources, DType::kFloat16, ReduceOp::kAverage)[0], big);
+  // 2048 + 1 + 1: in float16 each step would round back to 2048. 60000 + 60000 overflows it.
+  Check<uint16_t>(
+      DType::kFloat16,
+      {{"sums in float, rounds once", Op::kSum, {{0x6800}, {0x3c00}, {0x3c00}}, {0x6801}},
+       {"divides before the one rounding", Op::kAverage, {{big}, {big}}, {big}}});
+  Check<float>(DType::kFloat32,
+               {{"divides by the full size", Op::kAverage, {{8}, {4}}, {3}, 1.0, 4}});
+  Check<int32_t>(DType::kInt32,
+                 {{"truncates toward zero", Op::kAverage, {{-5, 5}, {0, 0}}, {-2, 2}}});
+  constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
+  Check<int64_t>(DType::kInt64, {{"is exact where the sum overflows",
+                                  Op::kAverage,
+                                  {{kMax}, {kMax}, {kMax - 3}},
+                                  {kMax - 1}}});
+  Check<uint8_t>(DType::kUint8, {{"does not wrap", Op::kAverage, {{250}, {254}}, {252}}});
+  Check<int8_t>(
+      DType::kInt8,
+      {{"wraps", Op::kSum, {{100}, {100}}, {-56}},
+       {"truncates and clamps 180 and -2.7", Op::kSum, {{100, -3}, {100, 0}}, {127, -2}, 0.9}});
+  const std::vector<std::vector<uint8_t>> bools = {{0, 0, 2, 4}, {0, 1, 0, 3}};
+  Check<uint8_t>(DType::kBool, {{"is and", Op::kMin, bools, {0, 0, 0, 1}},
+                                {"is and", Op::kProduct, bools, {0, 0, 0, 1}},
+                                {"is or", Op::kMax, bools, {0, 1, 1, 1}},
+                                {"of logical values", Op::kBitAnd, bools, {0, 0, 0, 1}},
+                                {"of logical values", Op::kBitOr, bools, {0, 1, 1, 1}},
+                                {"of logical values", Op::kBitXor, bools, {0, 1, 1, 0}}});
 }
 
 TEST(Kernels, AverageKeepsEqualGradientsThatFloat16CanHold) {
@@ -301,51 +344,12 @@ TEST(Kernels, AverageKeepsEqualGradientsThatFloat16CanHold) {
   EXPECT_EQ(zeros, below_the_tie);
 }
 
-TEST(Kernels, AverageDividesByTheFullSizeWhenRanksAreAbsent) {
-  const std::vector<std::vector<float>> sources = {{8.0f}, {4.0f}};
-  EXPECT_EQ(Reduce(sources, DType::kFloat32, ReduceOp::kAverage, 1.0, 4)[0], 3.0f);
-}
-
-TEST(Kernels, AverageOfIntegersTruncatesTowardZero) {
-  const std::vector<std::vector<int32_t>> sources = {{-5, 5}, {0, 0}};
-  EXPECT_EQ(Reduce(sources, DType::kInt32, ReduceOp::kAverage), (std::vector<int32_t>{-2, 2}));
-}
-
-TEST(Kernels, AverageOfInt64IsExactWhereTheSumOverflows) {
-  constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
-  const std::vector<std::vector<int64_t>> sources = {{kMax}, {kMax}, {kMax - 3}};
-  EXPECT_EQ(Reduce(sources, DType::kInt64, ReduceOp::kAverage)[0], kMax - 1);
-}
-
-TEST(Kernels, AverageOfUint8DoesNotWrap) {
-  const std::vector<std::vector<uint8_t>> sources = {{250}, {254}};
-  EXPECT_EQ(Reduce(sources, DType::kUint8, ReduceOp::kAverage)[0], 252);
-}
-
-TEST(Kernels, SumOfIntegersWraps) {
-  const std::vector<std::vector<int8_t>> sources = {{100}, {100}};
-  EXPECT_EQ(Reduce(sources, DType::kInt8, ReduceOp::kSum)[0], -56);
-}
-
-TEST(Kernels, ScaledIntegersTruncateAndClamp) {
-  const std::vector<std::vector<int8_t>> sources = {{100, -3}, {100, 0}};
-  const std::vector<int8_t> result = Reduce(sources, DType::kInt8, ReduceOp::kSum, 0.9);
-  EXPECT_EQ(result, (std::vector<int8_t>{127, -2}));  // 180 and -2.7
-}
-
 TEST(Kernels, MinAndMaxPropagateNanFromAnyPlace) {
   const float nan = std::numeric_limits<float>::quiet_NaN();
   const std::vector<std::vector<float>> sources = {{nan, 1, 1}, {1, nan, 1}, {2, 2, nan}};
   for (const ReduceOp op : {ReduceOp::kMin, ReduceOp::kMax}) {
     for (const float value : Reduce(sources, DType::kFloat32, op)) EXPECT_TRUE(std::isnan(value));
   }
-}
-
-TEST(Kernels, BoolMinIsAndMaxIsOr) {
-  const std::vector<std::vector<uint8_t>> sources = {{0, 0, 1, 1}, {0, 1, 0, 1}};
-  EXPECT_EQ(Reduce(sources, DType::kBool, ReduceOp::kMin), (std::vector<uint8_t>{0, 0, 0, 1}));
-  EXPECT_EQ(Reduce(sources, DType::kBool, ReduceOp::kProduct), (std::vector<uint8_t>{0, 0, 0, 1}));
-  EXPECT_EQ(Reduce(sources, DType::kBool, ReduceOp::kMax), (std::vector<uint8_t>{0, 1, 1, 1}));
 }
 
 uint64_t CombineBits(ReduceOp op, uint64_t a, uint64_t b) {
@@ -359,10 +363,8 @@ TEST_P(KernelsAgree, WithAPlainLoopOverBits) {
        {DType::kUint8, DType::kInt8, DType::kInt16, DType::kInt32, DType::kInt64}) {
     for (const ReduceOp op : {ReduceOp::kBitAnd, ReduceOp::kBitOr, ReduceOp::kBitXor}) {
       for (const size_t source_count : {2u, 3u}) {
-        std::vector<Bytes> sources;
-        std::vector<const void*> pointers;
-        for (size_t k = 0; k < source_count; ++k) sources.push_back(Random(dtype, k + 7));
-        for (const Bytes& source : sources) pointers.push_back(source.data());
+        const std::vector<Bytes> sources = Sources(dtype, source_count);
+        const std::vector<const void*> pointers = PointersTo(sources);
         Bytes expected = sources[0];
         for (size_t k = 1; k < source_count; ++k) {
           for (size_t i = 0; i < expected.size(); ++i) {
@@ -376,13 +378,6 @@ TEST_P(KernelsAgree, WithAPlainLoopOverBits) {
       }
     }
   }
-}
-
-TEST(Reduce, TakesBitsOfBoolAsLogicalValues) {
-  const std::vector<std::vector<uint8_t>> sources = {{0, 0, 2, 4}, {0, 1, 0, 3}};
-  EXPECT_EQ(Reduce(sources, DType::kBool, ReduceOp::kBitAnd), (std::vector<uint8_t>{0, 0, 0, 1}));
-  EXPECT_EQ(Reduce(sources, DType::kBool, ReduceOp::kBitOr), (std::vector<uint8_t>{0, 1, 1, 1}));
-  EXPECT_EQ(Reduce(sources, DType::kBool, ReduceOp::kBitXor), (std::vector<uint8_t>{0, 1, 1, 0}));
 }
 
 TEST(Kernels, PackDoubleToFloat16RoundsOnce) {
