@@ -225,11 +225,13 @@ if __name__ == "__main__":
     own = [fl.add_process_set([rank]) for rank in range(2)][fl.rank()]
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
+    handle = fl.allreduce_async(np.ones(3), name="before", op=fl.Sum)
     process = context.Process(target=child, args=(queue,))
     process.start()
     (said,) = queue.get()
     assert queue.get() == place()
     process.join()
+    assert fl.synchronize(handle).tolist() == [2.0] * 3
     assert "forked" in said and "'spawn'" not in said, said
 {EPILOGUE}""",
     )

@@ -28,6 +28,12 @@ def env_of(rank, port):
     }  # fmt: skip
 
 
+def ours(size=2, port=None):
+    """By rank, our own variables."""
+    address = f"127.0.0.1:{port or free_port()}"
+    return lambda rank: {"FARANDOLE_RANK": str(rank), "FARANDOLE_SIZE": str(size), "FARANDOLE_ADDRESS": address}
+
+
 def start(script, **variables):
     """A process that has imported torch."""
     return warm_ranks.start(["-c", BODY + textwrap.dedent(script)], environment(**variables))
@@ -39,6 +45,11 @@ def run(size, script, variables_of=lambda rank: {}):
     return communicate([start(f"R, N = {r}, {size}\n" + script, **variables_of(r)) for r in range(size)])
 
 
+def output_of(script, **variables):
+    """Of one process."""
+    return start(script, **variables).communicate(timeout=60)[0]
+
+
 def expect_sums(size, outputs):
     total = size * (size + 1) // 2
     for rank, output in enumerate(outputs):
@@ -47,13 +58,7 @@ def expect_sums(size, outputs):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_our_variables_join_a_job(size):
-    address = f"127.0.0.1:{free_port()}"
-    outputs = run(
-        size,
-        "fl.init(); check()",
-        lambda rank: {"FARANDOLE_RANK": str(rank), "FARANDOLE_SIZE": str(size), "FARANDOLE_ADDRESS": address},
-    )
-    expect_sums(size, outputs)
+    expect_sums(size, run(size, "fl.init(); check()", ours(size)))
 
 
 def test_the_variables_of_env_join_a_job():
@@ -159,8 +164,7 @@ def test_errors_of_a_store_end_init_as_they_are():
         except LookupError as error:
             print("got", error)
     """
-    done = start(script)
-    assert "got the store is on holiday" in done.communicate(timeout=60)[0]
+    assert "got the store is on holiday" in output_of(script)
 
 
 def test_ctrl_c_ends_a_wait_for_the_store_and_the_next_init_goes_on(tmp_path):
@@ -273,7 +277,7 @@ def test_a_store_that_stands_still_holds_init_no_longer_than_its_limit(call):
         except fl.OperationTimeoutError as error:
             print("got", error)
     """
-    output = start(script).communicate(timeout=60)[0]
+    output = output_of(script)
     assert f"the store has not {'taken' if call == 'set' else 'given'}" in output
 
 
@@ -297,20 +301,17 @@ def test_what_is_missing_or_contradictory_is_named(call, wanted):
         except (ValueError, TypeError) as error:
             print(error)
     """
-    assert wanted in start(script).communicate(timeout=60)[0]
+    assert wanted in output_of(script)
 
 
 def test_a_key_that_others_may_read_is_refused(tmp_path):
     key = tmp_path / "key"
     key.write_bytes(bytes(32))
     key.chmod(0o644)
-    variables = {"FARANDOLE_RANK": "0", "FARANDOLE_SIZE": "2", "FARANDOLE_ADDRESS": "127.0.0.1:1"}
-    output = start("fl.init()", FARANDOLE_KEY_FILE=str(key), **variables).communicate(timeout=60)[0]
-    assert "its mode should be 0600" in output
+    assert "its mode should be 0600" in output_of("fl.init()", FARANDOLE_KEY_FILE=str(key), **ours(port=1)(0))
 
 
 def test_a_key_is_read_once_from_its_descriptor_and_no_child_inherits_it():
-    address = f"127.0.0.1:{free_port()}"
     script = """
         import subprocess
         secret, write = os.pipe()
@@ -326,10 +327,7 @@ def test_a_key_is_read_once_from_its_descriptor_and_no_child_inherits_it():
         fl.init()  # with the same key, which is not there to be read again
         check()
     """
-    outputs = run(
-        2, script, lambda rank: {"FARANDOLE_RANK": str(rank), "FARANDOLE_SIZE": "2", "FARANDOLE_ADDRESS": address}
-    )
-    assert all(output.count("of 2: 3") == 2 for output in outputs)
+    assert all(output.count("of 2: 3") == 2 for output in run(2, script, ours()))
 
 
 def test_a_key_that_does_not_come_holds_init_no_longer_than_its_limit():
@@ -341,7 +339,7 @@ def test_a_key_that_does_not_come_holds_init_no_longer_than_its_limit():
         except fl.OperationTimeoutError as error:
             print("got", error)
     """
-    output = start(script).communicate(timeout=60)[0]
+    output = output_of(script)
     assert "FARANDOLE_KEY_FD=" in output and "only 0 of 32 bytes have come" in output
 
 
@@ -381,10 +379,7 @@ def test_the_listening_socket_of_rank_0_stays_its_own_between_two_jobs():
         fl.init()
         check()
     """
-    outputs = run(
-        2, script,
-        lambda rank: {"FARANDOLE_RANK": str(rank), "FARANDOLE_SIZE": "2", "FARANDOLE_ADDRESS": f"127.0.0.1:{port}"},
-    )  # fmt: skip
+    outputs = run(2, script, ours(port=port))
     assert all(output.count("of 2: 3") == 2 and "already in use" in output for output in outputs)
 
 
@@ -405,7 +400,6 @@ def test_a_rank_of_another_program_is_not_let_in(tmp_path):
 
 
 def test_a_descendant_of_a_rank_cannot_join_as_that_rank():
-    address = f"127.0.0.1:{free_port()}"
     script = """
         import subprocess
         fl.init()
@@ -413,7 +407,4 @@ def test_a_descendant_of_a_rank_cannot_join_as_that_rank():
         print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout)
         check()
     """
-    outputs = run(
-        2, script, lambda rank: {"FARANDOLE_RANK": str(rank), "FARANDOLE_SIZE": "2", "FARANDOLE_ADDRESS": address}
-    )
-    assert all("of this job has joined as process" in output for output in outputs)
+    assert all("of this job has joined as process" in output for output in run(2, script, ours()))

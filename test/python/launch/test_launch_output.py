@@ -318,5 +318,3 @@ def test_of_a_rank_that_was_killed_the_end_is_waited_for(play):
     play.ends(1, -9, 2.0)
     play.failure.tick(2.0 + REPORT_AFTER_S)
     assert play.blamed() == ["rank 1 failed first, ended by SIGKILL (exit code 137); pid 77 on host a"]
-
-

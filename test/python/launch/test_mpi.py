@@ -121,50 +121,6 @@ def test_disagreements_are_refused_on_all_ranks_within_100_ms():
     assert told == ["agreed"] * 2
 
 
-def test_an_exception_on_one_rank_ends_the_job_with_a_failure():
-    done = mpirun(
-        2,
-        ["-c", script("""
-            fl.init()
-            fl.allreduce(np.ones(1))
-            if fl.rank() == 1:
-                raise RuntimeError("this rank is broken")
-            fl.allreduce(np.ones(1), name="never")
-        """)],
-    )  # fmt: skip
-    assert done.returncode != 0
-    assert "this rank is broken" in done.stdout
-    assert re.search(r"AbortedError.*rank 1", done.stdout), done.stdout
-
-
-def test_a_forked_child_is_inert():
-    told = run_mpi(
-        2,
-        script("""
-            import multiprocessing
-            fl.init()
-            handle = fl.allreduce_async(np.ones(3), name="before")
-            def child(queue):
-                try:
-                    fl.init()
-                except fl.HorovodInternalError as error:
-                    queue.put((fl.is_initialized(), fl.rank(), "forked" in str(error)))
-            context = multiprocessing.get_context("fork")
-            queue = context.SimpleQueue()
-            process = context.Process(target=child, args=(queue,))
-            process.start()
-            process.join()
-            assert process.exitcode == 0 and queue.get() == (True, fl.rank(), True)
-            if os.fork() == 0:
-                sys.exit(0)  # runs atexit
-            os.wait()
-            fl.synchronize(handle)
-            tell(fl.allreduce(np.ones(1), op=fl.Sum).item())
-        """),
-    )
-    assert told == ["2.0"] * 2
-
-
 def test_ctrl_c_ends_a_wait_and_the_operation_can_still_finish():
     told = run_mpi(
         2,
