@@ -147,31 +147,6 @@ def test_without_a_stall_check_no_stall_ends_the_job():
 
 @pytest.mark.mpi
 @pytest.mark.once
-def test_a_stall_ends_processes_too(tmp_path):
-    script = """
-import pathlib, sys, time
-import numpy as np
-import farandole as fl
-fl.init()
-folder = pathlib.Path(sys.argv[1])
-try:
-    fl.allreduce(np.ones(2), name="other" if fl.rank() == 1 else "loss")
-except fl.HorovodInternalError as error:
-    (folder / str(fl.rank())).write_text(str(error))
-end = time.monotonic() + 20
-while time.monotonic() < end and len([f for f in folder.iterdir() if f.stat().st_size]) < 2:
-    time.sleep(0.05)  # the launcher ends all ranks with the first
-"""
-    variables = {"FARANDOLE_STALL_SHUTDOWN_TIME_SECONDS": "1", "FARANDOLE_DIVERGENCE_CHECK": "0"}
-    done = ranks.mpirun(2, ["-c", script, str(tmp_path)], **variables)
-    for rank in range(2):
-        assert (tmp_path / str(rank)).exists(), f"rank {rank} still waits: {done.stdout}"
-        text = (tmp_path / str(rank)).read_text()
-        assert 'allreduce "loss": rank 0 waits' in text and "missing: rank 1" in text, text
-
-
-@pytest.mark.mpi
-@pytest.mark.once
 def test_a_rank_that_rank_0_does_not_hear_ends_by_itself(tmp_path):
     script = """
 import os, pathlib, signal, sys
