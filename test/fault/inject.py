@@ -87,7 +87,7 @@ def _raised(error: str) -> Fault:
 
 _STALLS = {"FARANDOLE_STALL_WARNING_S": "1", "FARANDOLE_STALL_SHUTDOWN_S": "3"}
 _DIVERGED = Fault(raises="all", kinds=("diverged",), says="loss", variables=_STALLS)
-_MISMATCH = Fault(raises="all", kinds=("mismatch",), says="", codes=(0,), per_job=20)
+_MISMATCH = Fault(raises="all", kinds=("mismatch",), says="", bound_s=0.1, codes=(0,), per_job=20)
 _ENDS_WELL = Fault(raises="none", bound_s=10.0, codes=(0,), length_s=0.5)
 
 #: How all ranks end, once they have worked.

@@ -54,11 +54,44 @@ def lines_of(text):
     return sorted(text.splitlines())
 
 
-def test_ranks_find_each_other_and_each_line_carries_its_rank():
-    done = launch("-np", 3, PYTHON, "-c", PRELUDE + "print(fl.rank(), fl.size())")
-    assert done.returncode == 0, done.stderr
-    assert lines_of(done.stdout) == ["[0] 0 3", "[1] 1 3", "[2] 2 3"]
-    assert done.stderr == ""
+CORES = len(os.sched_getaffinity(0))
+PATHS = os.pathsep.join(filter(None, ["/no/where", CLEAN.get("PYTHONPATH")]))
+SHOW_SETTINGS = "echo $FARANDOLE_FUSION_THRESHOLD $FARANDOLE_STALL_CHECK_DISABLE $HOROVOD_X $PYTHONPATH"
+#: Arguments, input and variables; the lines of both streams (None: any), and the exit code.
+JOBS = {
+    "ranks find each other, each line carries its rank": (
+        ["-np", 3, PYTHON, "-c", PRELUDE + "print(fl.rank(), fl.size())"], {},
+        ["[0] 0 3", "[1] 1 3", "[2] 2 3"], [], 0,
+    ),
+    "more ranks than cores": (
+        ["-np", 2 * CORES + 1, "sh", "-c", f"echo {RANK}"], {},
+        sorted(f"[{rank}] {rank}" for rank in range(2 * CORES + 1)), None, 0,
+    ),
+    "output keeps its stream, an unfinished line is finished": (
+        ["-np", 2, "sh", "-c", "echo out; printf err >&2"], {}, ["[0] out", "[1] out"], ["[0] err", "[1] err"], 0,
+    ),
+    "input goes to rank 0 and ends there": (["-np", 2, "cat"], {"stdin": "hello\n"}, ["[0] hello"], None, 0),
+    "more input than any buffer takes": (
+        ["-np", 2, PYTHON, "-S", "-c", "import sys; print(len(sys.stdin.read()))"], {"stdin": "x" * 2_000_000},
+        ["[0] 2000000", "[1] 0"], None, 0,
+    ),
+    "the code of a program that joins no job": (["-np", 2, "sh", "-c", f"exit $((7 * {RANK}))"], {}, [], None, 7),
+    "settings and paths reach the ranks": (
+        ["--fusion-threshold-mb", "0.5", "--no-stall-check", "-H", "localhost:1", "sh", "-c", SHOW_SETTINGS],
+        {"HOROVOD_X": "a b", "PYTHONPATH": PATHS}, [f"[0] 524288 1 a b {PATHS}"], None, 0,
+    ),
+    "flags that mean nothing are said": (["-np", 2, "--cycle-time-ms", "5", "true"], {}, [], [
+        "farandolerun: --cycle-time-ms means nothing here: there is no cycle; a tensor is sent when all ranks are ready"
+    ], 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", JOBS)
+def test_what_a_job_prints(case):
+    arguments, given, out, err, code = JOBS[case]
+    done = launch(*arguments, **given)
+    assert (done.returncode, lines_of(done.stdout)) == (code, out), done.stderr
+    assert err is None or lines_of(done.stderr) == err
 
 
 @pytest.mark.parametrize(("script", "count"), [("", 1), ("import farandole; farandole.init()", 0)])
@@ -79,25 +112,12 @@ def test_a_job_needs_nothing_of_its_environment(path):
     assert lines_of(done.stdout) == ["[0] 2", "[1] 2"]
 
 
-def test_more_ranks_than_cores_run():
-    count = 2 * len(os.sched_getaffinity(0)) + 1
-    done = launch("-np", count, "sh", "-c", f"echo {RANK}")
-    assert done.returncode == 0, done.stderr
-    assert lines_of(done.stdout) == sorted(f"[{rank}] {rank}" for rank in range(count))
-
-
 def test_long_lines_of_many_ranks_do_not_mix():
     script = "for i in range(200): print(str(i % 10) * 9000)"
     done = launch("-np", 3, PYTHON, "-S", "-c", script)
     pattern = re.compile(r"\[[012]\] (\d)\1{8999}")
     lines = done.stdout.splitlines()
     assert len(lines) == 600 and all(pattern.fullmatch(line) for line in lines)
-
-
-def test_output_keeps_its_stream_and_an_unfinished_line_is_finished():
-    done = launch("-np", 2, "sh", "-c", "echo out; printf err >&2")
-    assert lines_of(done.stdout) == ["[0] out", "[1] out"]
-    assert lines_of(done.stderr) == ["[0] err", "[1] err"]
 
 
 def test_output_files_hold_what_each_rank_wrote(tmp_path):
@@ -150,17 +170,6 @@ for _ in range(2): fl.allreduce(np.ones(1))
     assert "rank 0 failed" not in done.stderr and "rank 2 failed" not in done.stderr
 
 
-def test_standard_input_goes_to_rank_0_and_ends_there():
-    assert launch("-np", 2, "cat", stdin="hello\n").stdout == "[0] hello\n"
-
-
-def test_more_input_than_any_buffer_takes_goes_to_rank_0():
-    count = 2_000_000
-    script = "import sys; print(len(sys.stdin.read()))"
-    done = launch("-np", 2, PYTHON, "-S", "-c", script, stdin="x" * count)
-    assert lines_of(done.stdout) == [f"[0] {count}", "[1] 0"]
-
-
 def test_a_debugger_on_rank_0_can_be_used_from_a_terminal():
     """A prompt has no end of line; what is typed reaches rank 0 alone."""
     script = "import os\nx = 41\nif os.environ['FARANDOLE_RANK'] == '0': breakpoint()\nprint('done', x)"
@@ -194,14 +203,6 @@ def test_a_file_is_read_from_where_it_stands(tmp_path):
     with (tmp_path / "lines").open() as file:
         done = subprocess.run(["sh", "-c", script], stdin=file, env=CLEAN, capture_output=True, timeout=60, check=True)
     assert done.stdout == b"[0] two\n"
-
-
-def test_settings_and_paths_reach_the_ranks():
-    script = "echo $FARANDOLE_FUSION_THRESHOLD $FARANDOLE_STALL_CHECK_DISABLE $HOROVOD_X $PYTHONPATH"
-    flags = ["--fusion-threshold-mb", "0.5", "--no-stall-check", "-H", "localhost:1"]
-    path = os.pathsep.join(filter(None, ["/no/where", CLEAN.get("PYTHONPATH")]))
-    done = launch(*flags, "sh", "-c", script, HOROVOD_X="a b", PYTHONPATH=path)
-    assert done.stdout == f"[0] 524288 1 a b {path}\n"
 
 
 def test_the_first_failing_ranks_traceback_can_be_read_in_one_piece():
@@ -297,10 +298,6 @@ def test_who_cannot_reach_rank_0_is_told_from_those_that_wait_for_it():
     assert last.endswith("; exit code 1") and done.returncode == 1
 
 
-def test_a_program_that_is_no_mpi_program_has_its_code_passed_on():
-    assert launch("-np", 2, "sh", "-c", f"exit $((7 * {RANK}))").returncode == 7
-
-
 def test_a_hangup_does_not_end_a_job_under_nohup():
     script = "echo up; read line && echo $line; true"
     with start("-np", 2, "sh", "-c", script, before=["nohup"]) as job:
@@ -324,14 +321,6 @@ def test_a_full_disk_is_one_message_and_exit_code_1(tmp_path):
         done = subprocess.run(command, env=CLEAN, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.stderr == "farandolerun: stdout cannot be written any more: No space left on device\n"
     assert done.returncode == 1
-
-
-def test_flags_that_mean_nothing_are_said_and_the_job_runs():
-    done = launch("-np", 2, "--cycle-time-ms", "5", "true")
-    assert done.returncode == 0
-    assert done.stderr.splitlines() == [
-        "farandolerun: --cycle-time-ms means nothing here: there is no cycle; a tensor is sent when all ranks are ready"
-    ]
 
 
 def test_threads_are_set_and_said_once():

@@ -2,8 +2,6 @@
 
 import ast
 import re
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -71,54 +69,6 @@ def test_a_job_that_another_thread_joined_ends_well():
         """),
     )
     assert told == ["2.0"] * 2
-
-
-@pytest.mark.once
-def test_without_a_launcher_there_is_one_rank():
-    text = script("""
-        fl.init()
-        x = np.array([1 / 3])
-        assert fl.allreduce(x, op=fl.Average).tolist() == x.tolist()
-        assert (fl.rank(), fl.size()) == (0, 1)
-    """)
-    assert subprocess.run([sys.executable, "-c", text], timeout=60, check=False).returncode == 0
-
-
-@pytest.mark.once
-def test_disagreements_are_refused_on_all_ranks_within_100_ms():
-    told = run_mpi(
-        2,
-        script("""
-            fl.init()
-            r = fl.rank()
-            bad = {
-                "shape": lambda n: fl.allreduce(np.ones(3 + r, np.float32), name=n),
-                "dtype": lambda n: fl.allreduce(np.ones(3, ["f4", "f8"][r]), name=n),
-                "op": lambda n: fl.allreduce(np.ones(3, "f4"), name=n, op=[fl.Sum, fl.Max][r]),
-                "root": lambda n: fl.broadcast(np.ones(3, "f4"), r, name=n),
-            }
-            for what, call in bad.items():
-                for known in (False, True):
-                    name = f"{what}.{known}"
-                    for _ in range(4 * known):
-                        fl.allreduce(np.ones(3, "f4"), name=name)
-                        fl.broadcast(np.ones(3, "f4"), 0, name=name)
-                    fl.barrier()
-                    submitted = time.monotonic()
-                    try:
-                        call(name)
-                        sys.exit(f"{name} was not refused")
-                    except fl.MismatchError as error:
-                        refused, text = time.monotonic(), str(error)
-                    times = fl.allreduce(np.array([submitted, refused]), op=fl.Max)
-                    assert times[1] - times[0] < 0.1, (name, times[1] - times[0])
-                    assert name in text, text
-                    line = np.frombuffer(text.encode().ljust(400), np.uint8)
-                    assert bytes(fl.broadcast(line, 0)) == bytes(line)
-            tell("agreed")
-        """),
-    )
-    assert told == ["agreed"] * 2
 
 
 def test_ctrl_c_ends_a_wait_and_the_operation_can_still_finish():
