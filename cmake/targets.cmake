@@ -77,7 +77,7 @@ endfunction()
 add_custom_target(tests)
 
 # farandole_gtest(name LABEL unit SOURCES x_test.cc [THREADED y_test.cc] LIBRARIES farandole_core
-#                 [TIMEOUT 60] [ARGS --seeds 5] [LONG X.DoesItAHundredThousandTimes ...] [COMPILED])
+#                 [TIMEOUT 300] [ARGS --seeds 5] [LONG X.DoesItAHundredThousandTimes ...] [COMPILED])
 # A gtest program; each of its cases is one ctest test. In a build with sanitizers, where a process takes
 # longer to start and end than most cases, the program is one, and writes gtest/<name>.xml about its cases.
 # THREADED: the sources whose cases run threads against one another; a build with ThreadSanitizer holds
@@ -87,7 +87,7 @@ add_custom_target(tests)
 function(farandole_gtest name)
   cmake_parse_arguments(arg "COMPILED" "LABEL;TIMEOUT" "SOURCES;THREADED;LIBRARIES;ARGS;LONG" ${ARGN})
   if(NOT arg_TIMEOUT)
-    set(arg_TIMEOUT 60)
+    set(arg_TIMEOUT 300)  # a guard against hangs, on a loaded machine, too
   endif()
   set(filter)
   if(arg_LONG)
@@ -126,12 +126,12 @@ function(farandole_gtest name)
                        PROPERTIES LABELS ${arg_LABEL} TIMEOUT ${arg_TIMEOUT})
 endfunction()
 
-# farandole_mpi_test(name LABELS conformance PROGRAM target RANKS 1 2 3 [ARGS ...] [TIMEOUT 60])
+# farandole_mpi_test(name LABELS conformance PROGRAM target RANKS 1 2 3 [ARGS ...] [TIMEOUT 300])
 # Runs a program under mpirun, one ctest test `<name>.np<N>` per number of ranks.
 function(farandole_mpi_test name)
   cmake_parse_arguments(arg "" "PROGRAM;TIMEOUT" "LABELS;RANKS;ARGS" ${ARGN})
   if(NOT arg_TIMEOUT)
-    set(arg_TIMEOUT 60)
+    set(arg_TIMEOUT 300)
   endif()
   foreach(ranks IN LISTS arg_RANKS)
     add_test(NAME ${name}.np${ranks}

@@ -448,7 +448,7 @@ Result<Launcher> DetectLauncher(const Environment& environment, const InitOption
   FARANDOLE_RETURN_IF_ERROR(FindRankZero(environment, options, launcher));
   FARANDOLE_RETURN_IF_ERROR(FindDescriptors(environment, launcher));
   // mpirun of Open MPI 5 sets it. Whether the file exists matters only where it is to be loaded
-  // (bindings/c/process.cc).
+  // (coordinator/job/world.cc).
   const std::string* folder = Find(environment, "OMPI_LIBDIR_LOC");
   if (folder != nullptr) launcher.mpi_library = *folder + "/libmpi.so.40";
   launcher.identity = Identity(environment, launcher);

@@ -11,6 +11,7 @@
 #include "core/clock.h"
 #include "core/counters.h"
 #include "core/doorbell.h"
+#include "core/liveness.h"
 #include "core/status.h"
 #include "core/transport.h"
 
@@ -27,6 +28,7 @@ using P2pLinkFactory =
 /// What one engine gives to the transport and the links made for it.
 struct LinkOptions {
   Doorbell* doorbell = nullptr;  ///< Of this rank; outlives the link. MPI itself never rings it.
+  Liveness* liveness = nullptr;  ///< May be nullptr; outlives the link.
   Counters* counters = nullptr;  ///< May be nullptr; outlives the link.
   int64_t timeout_ns = 60 * kNsPerSecond;  ///< For the collective set-up of the link.
   BorrowedMemory* memory = nullptr;        ///< The engine's; may be nullptr; outlives the link.

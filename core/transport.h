@@ -18,17 +18,14 @@ namespace farandole {
 /// a while.
 inline constexpr int64_t kByDoorbell = -1;
 
-/// Invariant: messages of one sender arrive whole, once, in the order sent. Lifetime: outlives the
-/// engine using it.
+/// Invariant: messages of one sender arrive whole, once, in the order sent. Who is lost is no news
+/// of a transport: see Liveness. Lifetime: outlives the engine using it.
 class Transport {
  public:
   /// `data` stays valid until the next Poll.
   struct Incoming {
     int from = 0;
     std::span<const std::byte> data;
-    /// Not OK: `from` is lost and nothing more comes from it; `data` is empty. Reported once per
-    /// peer.
-    Status lost;
   };
 
   virtual ~Transport() = default;
@@ -38,8 +35,8 @@ class Transport {
   virtual const char* name() const = 0;
 
   /// Copies `data` and returns without blocking; what the link cannot take waits in the transport
-  /// (bounded by the keys in flight). @return Unavailable if `to` is known to be lost, Internal
-  /// with the library's text otherwise.
+  /// (bounded by the keys in flight); what is for a rank that is gone may be dropped. @return
+  /// Unavailable if `to` is known to be lost, Internal with the library's text otherwise.
   virtual Status Send(int to, std::span<const std::byte> data) = 0;
 
   /// The next message, or nothing. Also moves queued sends along. Never blocks.

@@ -1,20 +1,24 @@
 #!/usr/bin/env bash
 # Installs what is missing, builds, runs every test, and ends with one line: "N passed, N failed".
 #
-#   bash test/run.sh           everything
-#   bash test/run.sh --quick   without the sanitizer lanes
+#   bash test/run.sh             what a change needs
+#   bash test/run.sh --quick     the same without the sanitizer lanes
+#   bash test/run.sh --nightly   also other environments (an older torch, Open MPI 5, Ray, Lightning, aarch64), every
+#                                combination of parameters, and long searches
 #
+# FARANDOLE_TEST_SEED is printed, and decides which combinations the conformance tests draw.
 # Exit status: 0 if nothing failed. A step that does not come to its tests counts as one failure.
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../examples/setup_env.sh"
 cd "$repository"
 
-quick=0
+quick=0 nightly=0
 for argument in "$@"; do
   case $argument in
     --quick) quick=1 ;;
+    --nightly) nightly=1 ;;
     *)
-      say "usage: bash test/run.sh [--quick]"
+      say "usage: bash test/run.sh [--quick | --nightly]"
       exit 2
       ;;
   esac
@@ -24,6 +28,9 @@ results=$repository/build/results
 rm -rf "$results"
 mkdir -p "$results"
 : >"$results/broken" # steps that did not come to their tests, a line each
+
+export FARANDOLE_TEST_SEED=${FARANDOLE_TEST_SEED:-$((RANDOM + 1))} FARANDOLE_TEST_FULL=$nightly
+say "FARANDOLE_TEST_SEED=$FARANDOLE_TEST_SEED"
 
 # Every compiler run is new to a fresh cache: it need not be preprocessed once more to be looked up.
 export CCACHE_DEPEND=1
@@ -138,6 +145,16 @@ run_pytest_consumer() {
   pytest_with pytest-consumer "$python" test/consumer
 }
 
+# Cases that are disabled because they take minutes, or 4.3 GB.
+run_disabled() {
+  local program
+  for program in simulation/simulation conformance/conformance; do
+    "$build_dir/test/$program" --gtest_also_run_disabled_tests --gtest_filter='*.DISABLED_*' --gtest_brief=1 \
+      --gtest_output="xml:$results/disabled.${program##*/}.xml" >&2
+  done
+  [[ -f $results/disabled.conformance.xml ]]
+}
+
 # Kernels, casts and the wire on aarch64: by a cross compiler, under QEMU. arm64's own libraries are unpacked
 # beside the build; what apt knows of the system stays as it is.
 run_aarch64() {
@@ -194,18 +211,17 @@ others() {
   [[ -v built ]] && must "tests" run_ctest release "$build_dir" -LE '^(python|lint)$'
   must "lint, the package" run_pytest_lint
   must "C and C++ consumers" run_pytest_consumer
+  ((nightly)) && other_environments
+  return 0 # what failed has been counted
+}
+
+other_environments() {
+  [[ -v built ]] && must "long searches" run_disabled
   must "aarch64" run_aarch64
   must "Python tests without DLPack's C functions" run_pytest_older_torch
   must "Ray" run_pytest_ray
   must "Lightning, Accelerate, JAX, MLX" run_pytest_libraries
-  return 0 # what failed has been counted
-}
-
-# What waits most of its time.
-waiting() {
-  must "Python tests that wait" run_pytest_waiting
   must "Python tests with Open MPI 5" run_pytest_openmpi5
-  return 0 # what failed has been counted
 }
 
 must "Debian packages" install_debian_packages "${debian_packages[@]}" "${clang_packages[@]}" || finish
@@ -221,18 +237,18 @@ must "linters" install_lint_tools
 export FARANDOLE_TEST_BUILD_DIR=$build_dir # programs and fakes for the Python tests
 # The lane with AddressSanitizer runs the unit tests; here only those about what the compiler made.
 unit_tests=OFF
-((quick)) && unit_tests=ON
+((quick || nightly)) && unit_tests=ON
 must "configure" configure_build "$build_dir" --preset dev "-DFARANDOLE_UNIT_TESTS=$unit_tests" &&
   must "build" build "$build_dir" && built=1
 must "install" install_package
 : >"$results/is-installed" # what the lane of sanitizers waits for
 others >"$results/others.log" 2>&1 &
 others=$!
-waiting >"$results/waiting.log" 2>&1 &
+(must "Python tests that wait" run_pytest_waiting) >"$results/waiting.log" 2>&1 &
 waiting=$!
 (must "Python tests" run_pytest) & # a lane's processors are counted where no other one ends
 wait "$!"
-wait "$waiting" || printf 'waiting\n' >>"$results/broken"
+wait "$waiting"
 cat "$results/waiting.log" >&2
 wait "$others" || printf 'others\n' >>"$results/broken"
 cat "$results/others.log" >&2

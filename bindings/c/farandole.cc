@@ -2,15 +2,17 @@
 #include "bindings/c/farandole.h"
 
 #include <algorithm>
+#include <array>
 #include <string>
 #include <string_view>
 #include <utility>
 
 #include "bindings/c/handles.h"
+#include "coordinator/protocol/splits.h"
 
-using farandole::Context;
 using farandole::Engine;
 using farandole::FromHandle;
+using farandole::Generation;
 using farandole::Report;
 using farandole::ReportException;
 using farandole::ReportNull;
@@ -98,12 +100,12 @@ int farandole_init_for(const farandole_init_options* options, double timeout_s,
   if (*context == nullptr) {
     const Result<farandole::InitOptions> init = ToInitOptions(options);
     if (!init.ok()) return Report(init.status());
-    Result<std::unique_ptr<Context>> begun = Context::Begin(init.value());
+    Result<std::unique_ptr<Generation>> begun = Generation::Begin(init.value());
     if (!begun.ok()) return Report(begun.status());
     *context = new farandole_context{std::move(begun).value(), {}, {}};
   }
   // The handle is the state of the call: it stays in *context while the answer is PENDING.
-  Result<bool> joined = (*context)->context->Joined(farandole::TimeoutNs(timeout_s));
+  Result<bool> joined = (*context)->generation->Joined(farandole::TimeoutNs(timeout_s));
   if (joined.ok()) return joined.value() ? FARANDOLE_OK : FARANDOLE_PENDING;
   farandole_release(std::exchange(*context, nullptr));
   return Report(joined.status());
@@ -115,9 +117,9 @@ int farandole_init_for(const farandole_init_options* options, double timeout_s,
 
 int farandole_init_in_process(int size, farandole_context** out) try {
   if (out == nullptr) return ReportNull("out");
-  Result<std::vector<std::unique_ptr<Context>>> contexts = Context::InProcess(size);
+  Result<std::vector<std::unique_ptr<Generation>>> contexts = Generation::InProcess(size);
   if (!contexts.ok()) return Report(contexts.status());
-  for (std::unique_ptr<Context>& context : contexts.value())
+  for (std::unique_ptr<Generation>& context : contexts.value())
     *out++ = new farandole_context{std::move(context), {}, {}};
   return FARANDOLE_OK;
 } catch (...) {
@@ -141,31 +143,37 @@ int farandole_leave_at_exit(farandole_context* context, int32_t reason, const ch
   if (cause != nullptr) parting.failure.cause = cause;
   if (reason == FARANDOLE_EXIT_BY_ERROR) parting.failure.kind = farandole::FailureKind::kError;
   const int64_t timeout_ns = farandole::TimeoutNs(timeout_s);
-  if (!context->context->Shutdown(timeout_ns, std::move(parting))) return FARANDOLE_PENDING;
-  return Report(context->context->shutdown_status());
+  if (!context->generation->Shutdown(timeout_ns, std::move(parting))) return FARANDOLE_PENDING;
+  // Who has been told by an operation, and shuts down to go on, need not be told again.
+  const bool goes_on = reason == FARANDOLE_EXIT_BY_OTHER && cause == nullptr;
+  if (goes_on && context->generation->has_told()) return FARANDOLE_OK;
+  return Report(context->generation->shutdown_status());
 } catch (...) {
   return ReportException();
 }
 
 void farandole_release(farandole_context* context) {
   if (context == nullptr) return;
-  context->context->Close();
+  context->generation->Close();
   // Leaked on purpose where a thread that was left behind may return into it, as this one does when
   // a callback calls this.
-  if (!context->context->given_up() && !context->context->IsInCallback()) delete context;
+  if (context->generation->given_up() || context->generation->IsInCallback()) return;
+  farandole::World::Get().Retire(std::move(context->generation));
+  delete context;
 }
 
 int farandole_check(const farandole_context* context) try {
   if (context == nullptr) return ReportNull("context");
-  return Report(context->context->engine().operations().FindSet(farandole::kGlobalSet).status());
+  const Engine& engine = context->generation->engine();
+  return Report(engine, engine.operations().FindSet(farandole::kGlobalSet).status());
 } catch (...) {
   return ReportException();
 }
 
 int farandole_get_topology(const farandole_context* context, farandole_topology* out) try {
   if (context == nullptr || out == nullptr) return ReportNull("context or out");
-  const Engine& engine = context->context->engine();
-  const farandole::Rendezvous& rendezvous = context->context->rendezvous();
+  const Engine& engine = context->generation->engine();
+  const farandole::Rendezvous& rendezvous = context->generation->rendezvous();
   *out = {engine.rank(),         engine.size(),         rendezvous.local_rank,
           rendezvous.local_size, rendezvous.cross_rank, rendezvous.cross_size};
   return FARANDOLE_OK;
@@ -186,19 +194,23 @@ int farandole_prepare(farandole_context* context, const farandole_params* params
       farandole::ToTensorSignatures(tensors, count);
   if (!signatures.ok()) return Report(signatures.status());
   signature.value().tensors = std::move(signatures).value();
-  Engine& engine = context->context->engine();
+  Engine& engine = context->generation->engine();
+  uint32_t uid = 0;
+  if (const int code = farandole::FromSetHandle(*context->generation, params->set, &uid))
+    return code;
   // After the tensors, whose number says how many splits there are.
   const Result<std::vector<int64_t>> splits =
-      farandole::ToSplits(*params, engine, signature.value().tensors.size());
-  if (!splits.ok()) return Report(splits.status());
+      farandole::ToSplits(*params, engine, uid, signature.value().tensors.size());
+  if (!splits.ok()) return Report(engine, splits.status());
   const auto kind = static_cast<farandole::OpKind>(params->kind);
   Result<farandole::Operation*> prepared =
-      name == nullptr ? engine.operations().PrepareUnnamed(params->set, kind, signature.value(),
-                                                           version, splits.value())
-                      : engine.operations().Prepare({params->set, kind, name}, signature.value(),
-                                                    version, splits.value());
-  if (!prepared.ok()) return Report(prepared.status());
+      name == nullptr ? engine.operations().PrepareUnnamed(uid, kind, signature.value(), version,
+                                                           splits.value())
+                      : engine.operations().Prepare({uid, kind, name}, signature.value(), version,
+                                                    splits.value());
+  if (!prepared.ok()) return Report(engine, prepared.status());
   if (prepared.value() == nullptr) return FARANDOLE_PENDING;
+  context->generation->CountHandles(1);
   *out = farandole::ToHandle(prepared.value());
   return FARANDOLE_OK;
 } catch (...) {
@@ -206,7 +218,10 @@ int farandole_prepare(farandole_context* context, const farandole_params* params
 }
 
 void farandole_operation_release(farandole_operation* operation) {
-  if (operation != nullptr) farandole::ReleaseOperation()(FromHandle(operation));
+  if (operation == nullptr) return;
+  const Engine& engine = *FromHandle(operation)->engine;
+  farandole::ReleaseOperation()(FromHandle(operation));
+  Generation::Of(engine).CountHandles(-1);
 }
 
 namespace {
@@ -229,168 +244,172 @@ Result<farandole::Vote> ToVote(const farandole::Operation& operation, const uint
   return vote;
 }
 
-/// Arguments of a start. Borrowed for the call; the tensors' memory until the work has finished.
+/// What a request has besides addresses: checked, before its operation is claimed.
 struct Request {
-  uint32_t version;       // of the description the caller prepared; 0: any
-  const void* const* in;  // one address per tensor
-  void* const* out;       // likewise; nullptr with an allocator
-  const uint8_t* votes;   // one per tensor; nullptr: all present
-  const char* failed;     // nullptr: nothing failed
-  std::span<const farandole::ProducerStream> producers;  // of a GPU; else empty
-  std::shared_ptr<farandole::ResultAllocator> allocator = nullptr;
-  const farandole_output* into = nullptr;  // one per tensor, instead of `out`; nullptr: `out`
+  std::array<farandole::ProducerStream, 2> streams;
+  size_t stream_count = 0;
+  std::shared_ptr<farandole::ResultAllocator> allocator;
+  std::shared_ptr<farandole::LibraryResults> results;  // the same, where it is the library's
 };
 
-/// Puts addresses or an allocator in the place of `request.into`. @return InvalidArgument.
-Status UseOutputs(const farandole::Operation& operation, Request& request,
-                  std::vector<void*>& addresses) {
+/// The last stream is where the allocator's memory is free. They are used during the call only, to
+/// record the events after which the memory may be used.
+Status ReadStreams(const farandole_request& given, Request& request) {
+  for (const farandole_stream* const one : {given.stream, given.memory_stream}) {
+    if (one == nullptr) continue;
+    const Result<farandole::ProducerStream> producer = farandole::ToStream(one);
+    if (!producer.ok()) return producer.status();
+    if (request.stream_count == 0 || request.streams[0] != producer.value())
+      request.streams[request.stream_count++] = producer.value();
+  }
+  return {};
+}
+
+/// The library's own results are on a GPU where there is a stream. The operation holds an allocator
+/// until it has finished; the handle holds the library's until the caller has taken them.
+Status MakeAllocator(Engine& engine, const farandole_request& given, Request& request) {
+  if (given.allocator != nullptr) {
+    FARANDOLE_RETURN_IF_ERROR(farandole::CheckAllocator(*given.allocator));
+    request.allocator = std::make_shared<farandole::CallbackResults>(*given.allocator);
+  }
+  if (given.in_library == 0) return {};
+  farandole::Device* device = nullptr;
+  if (request.stream_count > 0) {
+    const Result<farandole::Device*> gpu = engine.GpuOf(request.streams[0]);
+    if (!gpu.ok()) return gpu.status();
+    device = gpu.value();
+  }
+  request.allocator = request.results = std::make_shared<farandole::LibraryResults>(device);
+  return {};
+}
+
+/// @return InvalidArgument unless there are inputs, and one place for the results.
+Status CheckPlaces(const farandole::Operation& operation, const farandole_request& given) {
+  const bool any_size = given.allocator != nullptr || given.in_library != 0;
+  if (any_size && !farandole::RowsMayDiffer(operation.name.kind)) {
+    return farandole::InvalidArgument(farandole::Describe(operation.name) +
+                                      ": its results have a size that is known; expected addresses "
+                                      "in out, or an allgather or alltoall");
+  }
+  if (operation.signature.tensors.empty()) return {};
+  const int places = (given.out != nullptr ? 1 : 0) + (given.outputs != nullptr ? 1 : 0) +
+                     (given.allocator != nullptr ? 1 : 0) + (given.in_library != 0 ? 1 : 0);
+  if (given.in != nullptr && places == 1) return {};
+  if (places > 1) {
+    return farandole::InvalidArgument(
+        farandole::Describe(operation.name) + ": its results go to " + std::to_string(places) +
+        " places; expected one of out, outputs, allocator and in_library");
+  }
+  return farandole::InvalidArgument("in and out must have one pointer per tensor");
+}
+
+/// Puts addresses or an allocator in the place of `outputs`. @return InvalidArgument.
+Status UseOutputs(const farandole::Operation& operation, const farandole_request& given,
+                  Request& request, std::vector<void*>& addresses) {
   if (farandole::RowsMayDiffer(operation.name.kind)) {
-    auto results = farandole::OutputResults::Create(operation, request.in, request.into);
+    auto results = farandole::OutputResults::Create(operation, given.in, given.outputs);
     if (!results.ok()) return results.status();
     request.allocator = std::move(results).value();
     return {};
   }
-  Result<std::vector<void*>> given = farandole::ToAddresses(operation, request.in, request.into);
-  if (!given.ok()) return given.status();
-  addresses = std::move(given).value();
-  request.out = addresses.data();
+  Result<std::vector<void*>> found = farandole::ToAddresses(operation, given.in, given.outputs);
+  if (!found.ok()) return found.status();
+  addresses = std::move(found).value();
   return {};
 }
 
-/// Claims the operation before it reads its signature or its name. Until StartClaimed or Release
-/// no other thread can redefine it, nor make it an operation of another set once its own has ended.
-Result<std::shared_ptr<Work>> StartOn(farandole::Operation& operation, Request request,
+/// Claims the operation before it reads its signature or its name: no other thread can then
+/// redefine it, nor make it an operation of another set once its own has ended. `notify` false:
+/// this thread waits at once and runs the engine itself if it can, which spares two wake-ups.
+Result<std::shared_ptr<Work>> StartOn(farandole::Operation& operation,
+                                      const farandole_request& given, Request& request,
                                       bool notify) {
   Engine& engine = *operation.engine;
+  if (given.stream != nullptr || given.memory_stream != nullptr)
+    FARANDOLE_RETURN_IF_ERROR(ReadStreams(given, request));
+  if (given.allocator != nullptr || given.in_library != 0)
+    FARANDOLE_RETURN_IF_ERROR(MakeAllocator(engine, given, request));
   engine.EnterCaller();
-  FARANDOLE_RETURN_IF_ERROR(engine.operations().Claim(operation, request.version));
+  FARANDOLE_RETURN_IF_ERROR(engine.operations().Claim(operation, given.version));
   farandole::ClaimedOperation claimed(operation);
-  if (request.version == 0 && operation.name.set != farandole::kGlobalSet) {
+  if (given.version == 0 && operation.name.set != farandole::kGlobalSet) {
     return farandole::InvalidArgument(
         "version is 0; expected the one that farandole_prepare gave, because an operation of a "
         "process set may be another one's when that has ended");
   }
-  const size_t count = operation.signature.tensors.size();
-  Result<farandole::Vote> vote = ToVote(operation, request.votes, request.failed);
-  Status good = vote.status();
-  if (good.ok() && request.allocator != nullptr && !farandole::RowsMayDiffer(operation.name.kind)) {
-    good = farandole::InvalidArgument(farandole::Describe(operation.name) +
-                                      ": its results have a size that is known; expected "
-                                      "farandole_start, or an allgather or alltoall");
-  }
-  const bool has_results =
-      request.out != nullptr || request.into != nullptr || request.allocator != nullptr;
-  if (good.ok() && count > 0 && (request.in == nullptr || !has_results))
-    good = farandole::InvalidArgument("in and out must have one pointer per tensor");
+  const Result<farandole::Vote> vote = ToVote(operation, given.votes, given.failed);
+  if (!vote.ok()) return vote.status();
+  FARANDOLE_RETURN_IF_ERROR(CheckPlaces(operation, given));
   std::vector<void*> addresses;
-  if (good.ok() && request.into != nullptr) good = UseOutputs(operation, request, addresses);
-  if (!good.ok()) return good;
-  claimed.HandOn();
-  const bool allocates = request.allocator != nullptr;
-  return engine.StartClaimed(operation, {request.in, count}, {request.out, allocates ? 0 : count},
-                             vote.value(), notify, request.producers, std::move(request.allocator));
+  if (given.outputs != nullptr && given.failed == nullptr)
+    FARANDOLE_RETURN_IF_ERROR(UseOutputs(operation, given, request, addresses));
+  const size_t count = operation.signature.tensors.size();
+  void* const* const out = addresses.empty() ? given.out : addresses.data();
+  return engine.StartClaimed(claimed, {given.in, count}, {out, out == nullptr ? 0 : count},
+                             vote.value(), notify, {request.streams.data(), request.stream_count},
+                             std::move(request.allocator));
 }
 
-int StartWork(farandole_operation* handle, const Request& request, farandole_work** work) {
-  if (handle == nullptr || work == nullptr) return ReportNull("operation or work");
-  farandole::Operation& operation = *FromHandle(handle);
-  auto owned = std::make_unique<farandole_work>();  // before anything is in flight
-  Result<std::shared_ptr<Work>> started = StartOn(operation, request, true);
-  if (!started.ok()) return Report(started.status());
-  *owned = {std::move(started).value(), operation.engine};
-  *work = owned.release();
-  return FARANDOLE_OK;
-}
-
-/// Starts without notifying the engine's thread: this thread waits at once and runs the engine
-/// itself if it can, which spares two wake-ups. A handle is allocated only if time runs out.
-int RunWork(farandole_operation* handle, const Request& request, double timeout_s,
+/// @return false for what is NULL or too short, which it has reported.
+bool IsGood(const farandole_operation* handle, const farandole_request* given,
             farandole_work** work) {
-  if (handle == nullptr || work == nullptr) return ReportNull("operation or work");
-  *work = nullptr;
-  farandole::Operation& operation = *FromHandle(handle);
-  Result<std::shared_ptr<Work>> started = StartOn(operation, request, false);
-  if (!started.ok()) return Report(started.status());
-  const int code = farandole::WaitFor(*operation.engine, *started.value(), timeout_s);
-  if (code == FARANDOLE_PENDING)
-    *work = new farandole_work{std::move(started).value(), operation.engine};
-  return code;
-}
-
-/// The library's own results, of a GPU where there is a stream.
-Result<std::shared_ptr<farandole::LibraryResults>> MakeResults(
-    Engine& engine, const farandole::ProducerStream* stream) {
-  farandole::Device* device = nullptr;
-  if (stream != nullptr) {
-    const Result<farandole::Device*> gpu = engine.GpuOf(*stream);
-    if (!gpu.ok()) return gpu.status();
-    device = gpu.value();
-  }
-  return std::make_shared<farandole::LibraryResults>(device);
+  if (handle == nullptr || given == nullptr || work == nullptr)
+    return ReportNull("operation, request or work") == FARANDOLE_OK;
+  return Report(FARANDOLE_CHECK_STRUCT(farandole_request, *given)) == FARANDOLE_OK;
 }
 
 }  // namespace
 
-int farandole_start(farandole_operation* handle, uint32_t version, const void* const* in,
-                    void* const* out, const uint8_t* votes, const char* failed,
-                    farandole_work** work) try {
-  return StartWork(handle, {version, in, out, votes, failed, {}}, work);
+int farandole_start_request(farandole_operation* handle, const farandole_request* given,
+                            farandole_work** work) try {
+  if (!IsGood(handle, given, work)) return FARANDOLE_INVALID_ARGUMENT;
+  farandole::Operation& operation = *FromHandle(handle);
+  auto owned = std::make_unique<farandole_work>();  // before anything is in flight
+  Request request;
+  Result<std::shared_ptr<Work>> started = StartOn(operation, *given, request, true);
+  if (!started.ok()) return Report(*operation.engine, started.status());
+  *owned = {std::move(started).value(), operation.engine, std::move(request.results)};
+  *work = owned.release();
+  return FARANDOLE_OK;
 } catch (...) {
   return ReportException();
 }
 
-// The stream is used during the call only, to record the event after which inputs may be read.
-int farandole_start_on(farandole_operation* handle, uint32_t version, const void* const* in,
-                       void* const* out, const uint8_t* votes, const char* failed,
-                       const farandole_stream* stream, farandole_work** work) try {
-  Result<farandole::ProducerStream> producer = farandole::ToStream(stream);
-  if (!producer.ok()) return Report(producer.status());
-  return StartWork(handle, {version, in, out, votes, failed, {&producer.value(), 1}}, work);
-} catch (...) {
-  return ReportException();
-}
-
-int farandole_start_allocating(farandole_operation* handle, uint32_t version, const void* const* in,
-                               const farandole_allocator* allocator, const farandole_stream* stream,
-                               farandole_work** work) try {
-  return farandole_start_allocating_on(handle, version, in, allocator, stream, nullptr, work);
-} catch (...) {
-  return ReportException();
-}
-
-int farandole_start_allocating_on(farandole_operation* handle, uint32_t version,
-                                  const void* const* in, const farandole_allocator* allocator,
-                                  const farandole_stream* stream,
-                                  const farandole_stream* memory_stream,
-                                  farandole_work** work) try {
-  if (handle == nullptr || work == nullptr) return ReportNull("operation or work");
-  std::vector<farandole::ProducerStream> producers;
-  // The last one is where the allocator's memory is free.
-  for (const farandole_stream* const one : {stream, memory_stream}) {
-    if (one == nullptr) continue;
-    const Result<farandole::ProducerStream> producer = farandole::ToStream(one);
-    if (!producer.ok()) return Report(producer.status());
-    if (producers.empty() || producers.back() != producer.value())
-      producers.push_back(producer.value());
+// A handle is allocated only if time runs out.
+int farandole_run_request(farandole_operation* handle, const farandole_request* given,
+                          double timeout_s, farandole_work** work) try {
+  if (!IsGood(handle, given, work)) return FARANDOLE_INVALID_ARGUMENT;
+  *work = nullptr;
+  if (given->stream != nullptr || given->in_library != 0) {
+    return Report(
+        farandole::InvalidArgument("farandole_run_request with a stream or in_library; expected "
+                                   "farandole_start_request, whose "
+                                   "work says when the results are complete"));
   }
-  // The operation holds the allocator until it has finished; the handle holds the library's results
-  // until the caller has taken them, which may be after that.
-  std::shared_ptr<farandole::LibraryResults> results;
-  std::shared_ptr<farandole::ResultAllocator> memory;
-  if (allocator == nullptr) {
-    auto made =
-        MakeResults(*FromHandle(handle)->engine, producers.empty() ? nullptr : producers.data());
-    if (!made.ok()) return Report(made.status());
-    memory = results = std::move(made).value();
-  } else {
-    if (const Status checked = farandole::CheckAllocator(*allocator); !checked.ok())
-      return Report(checked);
-    memory = std::make_shared<farandole::CallbackResults>(*allocator);
-  }
-  const int code = StartWork(
-      handle, {version, in, nullptr, nullptr, nullptr, producers, std::move(memory)}, work);
-  if (code == FARANDOLE_OK) (*work)->results = std::move(results);
+  farandole::Operation& operation = *FromHandle(handle);
+  Request request;
+  Result<std::shared_ptr<Work>> started = StartOn(operation, *given, request, false);
+  if (!started.ok()) return Report(*operation.engine, started.status());
+  const int code = farandole::WaitFor(*operation.engine, *started.value(), timeout_s);
+  if (code == FARANDOLE_PENDING)
+    *work = new farandole_work{std::move(started).value(), operation.engine};
   return code;
+} catch (...) {
+  return ReportException();
+}
+
+int farandole_output_rows(const farandole_context* context, int32_t kind, uint32_t set,
+                          int64_t rows, int64_t* out) try {
+  if (context == nullptr || out == nullptr) return ReportNull("context or out");
+  if (kind < 0 || kind > FARANDOLE_BARRIER)
+    return Report(farandole::InvalidArgument("collective kind " + std::to_string(kind)));
+  if (const int code = farandole::FromSetHandle(*context->generation, set, &set)) return code;
+  const Engine& engine = context->generation->engine();
+  const Result<farandole::ProcessSetInfo> found = engine.operations().FindSet(set);
+  if (!found.ok()) return Report(found.status());
+  *out = farandole::ResultRows(static_cast<farandole::OpKind>(kind), rows, found.value().ranks,
+                               engine.rank());
+  return FARANDOLE_OK;
 } catch (...) {
   return ReportException();
 }
@@ -433,7 +452,8 @@ int farandole_buffer_allocate(farandole_context* context, int64_t bytes,
     return Report(farandole::InvalidArgument("a buffer of " + std::to_string(bytes) +
                                              " bytes; expected at least 0"));
   }
-  Result<std::shared_ptr<std::byte>> memory = context->context->AllocateBuffer(bytes);
+  Result<std::shared_ptr<std::byte>> memory = context->generation->AllocateShared(bytes);
+  if (memory.value() == nullptr) memory = farandole::AllocateZeroes(bytes);
   if (!memory.ok()) return Report(memory.status());
   *out = new farandole_buffer(std::move(memory).value(), bytes);
   return FARANDOLE_OK;
@@ -458,7 +478,7 @@ int farandole_wait_on(farandole_work* work, const farandole_stream* stream, doub
   // On a GPU this returns when all is launched. Before that there is no end event to wait for.
   const int code = farandole::WaitFor(*work->engine, *work->work, timeout_s);
   if (code != FARANDOLE_OK) return code;
-  return Report(work->engine->MakeWait(work->work->end(), waiting.value()));
+  return Report(*work->engine, work->engine->MakeWait(work->work->end(), waiting.value()));
 } catch (...) {
   return ReportException();
 }
@@ -466,41 +486,12 @@ int farandole_wait_on(farandole_work* work, const farandole_stream* stream, doub
 int farandole_is_complete(const farandole_work* work) {
   if (work == nullptr) return ReportNull("work");
   if (!work->work->done()) return FARANDOLE_PENDING;
-  if (!work->work->status().ok()) return Report(work->work->status());
+  if (!work->work->status().ok()) return Report(*work->engine, work->work->status());
   // It ran on the CPU, where done means complete, or nothing had to run.
   if (work->work->end() == nullptr) return FARANDOLE_OK;
   Result<bool> complete = work->work->end()->IsComplete();
   if (!complete.ok()) return Report(complete.status());
   return complete.value() ? FARANDOLE_OK : FARANDOLE_PENDING;
-}
-
-int farandole_run(farandole_operation* handle, uint32_t version, const void* const* in,
-                  void* const* out, double timeout_s, farandole_work** work) try {
-  return RunWork(handle, {version, in, out, nullptr, nullptr, {}}, timeout_s, work);
-} catch (...) {
-  return ReportException();
-}
-
-int farandole_start_into(farandole_operation* handle, uint32_t version, const void* const* in,
-                         const farandole_output* out, const farandole_stream* stream,
-                         farandole_work** work) try {
-  Result<farandole::ProducerStream> producer = farandole::ProducerStream();
-  if (stream != nullptr) producer = farandole::ToStream(stream);
-  if (!producer.ok()) return Report(producer.status());
-  const size_t streams = stream != nullptr ? 1 : 0;
-  return StartWork(
-      handle, {version, in, nullptr, nullptr, nullptr, {&producer.value(), streams}, nullptr, out},
-      work);
-} catch (...) {
-  return ReportException();
-}
-
-int farandole_run_into(farandole_operation* handle, uint32_t version, const void* const* in,
-                       const farandole_output* out, double timeout_s, farandole_work** work) try {
-  return RunWork(handle, {version, in, nullptr, nullptr, nullptr, {}, nullptr, out}, timeout_s,
-                 work);
-} catch (...) {
-  return ReportException();
 }
 
 int farandole_wait(farandole_work* work, double timeout_s) try {
@@ -514,8 +505,9 @@ int farandole_when_finished(farandole_work* work, farandole_finished call, void*
   if (work == nullptr || call == nullptr) return ReportNull("work or call");
   // `work` may be released by the call, or meanwhile by another thread.
   const std::shared_ptr<Work> waited = work->work;
-  work->engine->WhenDone(waited,
-                         [call, user](const Status& status) { call(user, Report(status)); });
+  Engine& engine = *work->engine;
+  engine.WhenDone(
+      waited, [call, user, &engine](const Status& status) { call(user, Report(engine, status)); });
   return FARANDOLE_OK;
 } catch (...) {
   return ReportException();
@@ -543,20 +535,20 @@ void farandole_work_release(farandole_work* work) { delete work; }
 
 int farandole_join(farandole_context* context, double timeout_s, int* last_rank) try {
   if (context == nullptr || last_rank == nullptr) return ReportNull("context or last_rank");
-  Engine& engine = context->context->engine();
+  Engine& engine = context->generation->engine();
   // The join goes on between calls, so that a call after PENDING waits for the same one. The mutex
   // is held while this thread sleeps: a second caller waits for it, too.
   std::lock_guard lock(context->join_mutex);
   if (context->joining == nullptr) {
     Result<std::shared_ptr<Work>> joined = engine.Join();
-    if (!joined.ok()) return Report(joined.status());
+    if (!joined.ok()) return Report(engine, joined.status());
     context->joining = std::move(joined).value();
   }
   // Not WaitFor, which may run the engine on this thread: a join ends in time even if that is
   // stuck.
   if (!context->joining->SleepUntilDoneFor(farandole::TimeoutNs(timeout_s)))
     return FARANDOLE_PENDING;
-  const int code = Report(context->joining->status());
+  const int code = Report(engine, context->joining->status());
   context->joining = nullptr;
   *last_rank = engine.lifecycle().last_joined();
   return code;
@@ -567,10 +559,10 @@ int farandole_join(farandole_context* context, double timeout_s, int* last_rank)
 int32_t farandole_counters(const farandole_context* context, const char** names, int64_t* values,
                            int32_t capacity) {
   if (context == nullptr) return 0;
-  context->context->CountWakeUps();
+  context->generation->CountWakeUps();
   int32_t count = 0;
   for (const farandole::NamedCount& one :
-       farandole::Snapshot(context->context->engine().counters())) {
+       farandole::Snapshot(context->generation->engine().counters())) {
     if (count < capacity) {
       // With a NUL behind it, as CounterName gives literals.
       if (names != nullptr) names[count] = one.name.data();
@@ -583,14 +575,14 @@ int32_t farandole_counters(const farandole_context* context, const char** names,
 
 int farandole_timeline_start(farandole_context* context, const char* path, int marks_cycles) try {
   if (context == nullptr || path == nullptr) return ReportNull("context or path");
-  return Report(context->context->timeline().Start(path, marks_cycles != 0));
+  return Report(context->generation->timeline().Start(path, marks_cycles != 0));
 } catch (...) {
   return ReportException();
 }
 
 int farandole_timeline_stop(farandole_context* context) try {
   if (context == nullptr) return ReportNull("context");
-  return Report(context->context->timeline().Stop());
+  return Report(context->generation->timeline().Stop());
 } catch (...) {
   return ReportException();
 }
@@ -601,7 +593,7 @@ int farandole_get_setting(const farandole_context* context, const char* name,
     return ReportNull("context, name or value");
   // For each thread, so that no other thread's call changes the text that this caller reads.
   thread_local std::string text;
-  for (farandole::SettingText& setting : farandole::Describe(context->context->config())) {
+  for (farandole::SettingText& setting : farandole::Describe(context->generation->config())) {
     if (setting.name != name) continue;
     text = std::move(setting.value);
     *value = text.c_str();

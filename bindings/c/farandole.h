@@ -10,10 +10,12 @@
  * finished. Where a pointer is needed, NULL returns INVALID_ARGUMENT, or 0 from a function without
  * a code.
  *
- * Lifetimes. Release works and gradients, by their own functions, before their context; do not use
- * them afterwards. Operations belong to their context and end with it. Buffers and results may
- * outlive it. farandole_shutdown does not release handles: they stay valid until farandole_release,
- * and starting an operation returns ABORTED.
+ * Lifetimes. A context is a rank in one generation of a job: farandole_init begins it, with a fixed
+ * number of ranks, farandole_shutdown ends it. Its works, gradients and operations may be released
+ * after it, in any order; they name their generation, and until their release it takes a little
+ * memory (of those that are never released the last 64 stay). Once it has ended what they start, or
+ * wait for, returns ABORTED, or the error that ended the generation; and GENERATION_ENDED once
+ * farandole_init has begun another one. Buffers and results may outlive it, too.
  */
 #ifndef FARANDOLE_H_
 #define FARANDOLE_H_
@@ -54,7 +56,9 @@ typedef enum farandole_code {
   FARANDOLE_RESOURCE_EXHAUSTED = 6,
   FARANDOLE_UNIMPLEMENTED = 7,
   FARANDOLE_INTERNAL = 8, /**< final */
-  FARANDOLE_PENDING = 9   /**< farandole_*_wait only: the time given has passed, the work goes on */
+  FARANDOLE_PENDING = 9,  /**< farandole_*_wait only: the time given has passed, the work goes on */
+  FARANDOLE_GENERATION_ENDED =
+      10 /**< a handle from before farandole_shutdown, and farandole_init has joined again */
 } farandole_code;
 
 /** Numbers of farandole::DType, ReduceOp, OpKind, WireFormat. */
@@ -229,7 +233,8 @@ FARANDOLE_API int farandole_init_in_process(int size, farandole_context** out);
  * FARANDOLE_SHUTDOWN_TIMEOUT_S, it is left behind and the result is TIMEOUT: tensors are not
  * touched any more even if that thread returns, and farandole_release frees nothing. If a process
  * returns 0 from main, or calls exit(0), without this, an exit handler of the library shuts it
- * down. */
+ * down. Errors: the one that ended the job, unless an operation, a work, gradients or
+ * farandole_check has returned it already. */
 FARANDOLE_API int farandole_shutdown(farandole_context* context);
 /** farandole_shutdown in slices: begins or continues to leave for up to `timeout_s` (< 0: no
  * limit). PENDING: call it again, or end the process. exit(0) continues to wait; any other exit
@@ -250,9 +255,9 @@ typedef enum farandole_exit {
  * @param timeout_s  As in farandole_shutdown_for. */
 FARANDOLE_API int farandole_leave_at_exit(farandole_context* context, int32_t reason,
                                           const char* cause, double timeout_s);
-/** Frees a context (shuts it down first) and its operations. Release its works and gradients
- * before. A context of farandole_init_in_process waits for the others at most
- * FARANDOLE_SHUTDOWN_TIMEOUT_S, as one thread may release them one after another. NULL is fine. */
+/** Frees a context (shuts it down first). A context of farandole_init_in_process waits for the
+ * others at most FARANDOLE_SHUTDOWN_TIMEOUT_S, as one thread may release them one after another.
+ * NULL is fine. */
 FARANDOLE_API void farandole_release(farandole_context* context);
 
 /** Where a rank stands. */
@@ -310,8 +315,8 @@ typedef struct farandole_params {
  * operation. Its description is replaced if it is not in flight, and *version (may be NULL) becomes
  * that description's number. name NULL: the n-th unnamed call of this kind on this set, matched by
  * order; PENDING: it has to wait until an earlier unnamed call is done, call again. `count` tensors
- * are one group: decided together, finished together. Barrier: count 0. Each call returns a handle;
- * release it before the context. Once its process set has ended, starting it returns ABORTED; its
+ * are one group: decided together, finished together. Barrier: count 0. Each call returns a handle
+ * to release. Once its process set has ended, starting it returns ABORTED; its
  * memory may then serve an operation of another set, with another version. Errors: INVALID_ARGUMENT
  * (bad dtype, shape, op, root; the same name is in flight with another description). */
 FARANDOLE_API int farandole_prepare(farandole_context* context, const farandole_params* params,
@@ -320,30 +325,6 @@ FARANDOLE_API int farandole_prepare(farandole_context* context, const farandole_
 /** Releases one handle of farandole_prepare; an operation in flight continues. A name without a
  * handle that has not been used lately takes no memory on any rank. Any thread; NULL is fine. */
 FARANDOLE_API void farandole_operation_release(farandole_operation* operation);
-/** Starts an operation. version: that of farandole_prepare, so that memory and description match
- * even if another thread prepares the same name; 0: any, for operations on all ranks only.
- * in[i], out[i] may be equal, except for allgather, reducescatter and alltoall, where they do not
- * overlap. Broadcast reads `in` on the root only and may pass NULL elsewhere.
- *
- * Results: allgather: the rows of all ranks in rank order; `out` has room for as many rows from
- * each rank as this one passes, and if another number comes the work ends with MISMATCH on this
- * rank (farandole_start_allocating takes any number). Reducescatter: this rank's split of the rows;
- * the first (rows % size) ranks get one row more than the others. Alltoall: what each rank sends
- * this one, in rank order; `out` has room for this rank's own rows, likewise: as many must come,
- * and where it sends each rank as many, also from each.
- *
- * votes: farandole_vote per tensor, NULL: all present. in[i] may be NULL if this rank contributes
- * no element. out[i] may be NULL if it receives none, for an absent tensor, and on a broadcast's
- * root. failed: NULL, or this rank's error text: the
- * operation is then refused on every rank with it. Never blocks. Release the work once. Errors:
- * INVALID_ARGUMENT if the operation is in flight ("... is already in flight"), was redefined,
- * or memory that is needed is NULL; ABORTED if its process set has ended; the context's final
- * error.
- */
-FARANDOLE_API int farandole_start(farandole_operation* operation, uint32_t version,
-                                  const void* const* in, void* const* out, const uint8_t* votes,
-                                  const char* failed, farandole_work** work);
-
 /** A stream of a CUDA device. */
 typedef struct farandole_stream {
   size_t struct_size; /**< sizeof(farandole_stream) */
@@ -351,18 +332,6 @@ typedef struct farandole_stream {
   void* stream;       /**< a cudaStream_t or CUstream; NULL: the legacy default stream */
 } farandole_stream;
 
-/** farandole_start for an operation prepared with params.device FARANDOLE_CUDA: in[i] and out[i]
- * are device addresses. The operation reads and writes after everything that `stream` holds now;
- * the host does not wait. For farandole_wait and farandole_poll, work on a GPU has finished once it
- * is launched in a stream of its own. farandole_wait_on then orders another stream after it,
- * farandole_is_complete says when it is complete; until then the memory must stay. A context has
- * one GPU, that of the first such call. Errors: as farandole_start;
- * INVALID_ARGUMENT for another device, or if the stream is being captured into a graph;
- * UNAVAILABLE, with the reason, if no GPU can be used. */
-FARANDOLE_API int farandole_start_on(farandole_operation* operation, uint32_t version,
-                                     const void* const* in, void* const* out, const uint8_t* votes,
-                                     const char* failed, const farandole_stream* stream,
-                                     farandole_work** work);
 /** Gives memory for results whose size only the ranks together know. */
 typedef struct farandole_allocator {
   size_t struct_size; /**< sizeof(farandole_allocator) */
@@ -379,23 +348,6 @@ typedef struct farandole_allocator {
 /** Memory of the library: one tensor's result, or what farandole_buffer_allocate gave. */
 typedef struct farandole_buffer farandole_buffer;
 
-/** farandole_start for an allgather or alltoall, with results of any size. allocator NULL: in the
- * library's memory, see farandole_take_result. stream: as in farandole_start_on, for operations
- * prepared with params.device FARANDOLE_CUDA; NULL on the CPU. Errors: as farandole_start;
- * INVALID_ARGUMENT for another kind. */
-FARANDOLE_API int farandole_start_allocating(farandole_operation* operation, uint32_t version,
-                                             const void* const* in,
-                                             const farandole_allocator* allocator,
-                                             const farandole_stream* stream, farandole_work** work);
-/** farandole_start_allocating with an allocator whose memory may still be used by `memory_stream`
- * instead of `stream`, as from an allocator that follows the current stream of its calling thread.
- * memory_stream NULL: `stream`. */
-FARANDOLE_API int farandole_start_allocating_on(farandole_operation* operation, uint32_t version,
-                                                const void* const* in,
-                                                const farandole_allocator* allocator,
-                                                const farandole_stream* stream,
-                                                const farandole_stream* memory_stream,
-                                                farandole_work** work);
 /** Memory of the caller for the result of one tensor. */
 typedef struct farandole_output {
   void* data;    /**< borrowed until the work has finished; on the GPU of the operation's stream */
@@ -404,20 +356,144 @@ typedef struct farandole_output {
    * ranks; NULL: as many as add up to `bytes`. NULL for the other kinds. Copied. */
   const int64_t* rows;
 } farandole_output;
-/** farandole_start, all-present, with results in memory whose sizes are given: out[i] is that of
- * tensor i, of any kind of operation. Of an allgather or alltoall any number of rows may come from
- * each rank; if others come than the memory is for, the work ends with MISMATCH on this rank, which
- * says what came, nothing is written there, and the other ranks' work goes on. stream: as in
- * farandole_start_on; NULL on the CPU. Errors: as farandole_start; INVALID_ARGUMENT for another
- * size than that of the result, as far as this rank knows it, and for memory that overlaps the
- * input, unless an allreduce or broadcast has both in one place. */
-FARANDOLE_API int farandole_start_into(farandole_operation* operation, uint32_t version,
+/** One start of an operation. All zero but `struct_size`, `in` and where the results go: exactly
+ * one of `out`, `outputs`, `allocator` and `in_library`, unless the operation has no tensors.
+ * Borrowed for the call; the tensors' memory until the work has finished. */
+typedef struct farandole_request {
+  size_t struct_size; /**< sizeof(farandole_request) */
+  /** That of farandole_prepare, so that memory and description match even if another thread
+   * prepares the same name; 0: any, for operations on all ranks only. */
+  uint32_t version;
+  /** 1: an allgather or alltoall puts results of any size into the library's memory, see
+   * farandole_take_result. Not of farandole_run_request. */
+  int32_t in_library;
+  /** One address per tensor. in[i] may be NULL if this rank contributes no element; a broadcast
+   * reads it on the root only. */
+  const void* const* in;
+  /** One address per tensor, with room for farandole_output_rows rows. If others come of an
+   * allgather or alltoall, the work ends with MISMATCH on this rank. An alltoall that sends each
+   * rank as many rows must also receive as many from each. out[i] may be equal to in[i], except for
+   * allgather, reducescatter and alltoall, where they do not overlap. It may be NULL if this rank
+   * receives no element, for an absent tensor, and on a broadcast's root. */
+  void* const* out;
+  /** One per tensor, whose size is checked. Of an allgather or alltoall any number of rows may come
+   * from each rank; if others come than the memory is for, the work ends with MISMATCH on this
+   * rank, which says what came, nothing is written there, and the other ranks' work goes on. */
+  const farandole_output* outputs;
+  const farandole_allocator* allocator; /**< of an allgather or alltoall: results of any size */
+  const uint8_t* votes;                 /**< farandole_vote per tensor; NULL: all present */
+  /** This rank's error text: the operation is refused on every rank with it; NULL: none. */
+  const char* failed;
+  /** Of an operation prepared with params.device FARANDOLE_CUDA, whose addresses are the device's:
+   * it reads and writes after everything that this stream holds now; the host does not wait. For
+   * farandole_wait and farandole_poll, work on a GPU has finished once it is launched in a stream
+   * of its own. farandole_wait_on then orders another stream after it, farandole_is_complete says
+   * when it is complete; until then the memory must stay. A context has one GPU, that of the first
+   * such call. NULL on the CPU. */
+  const farandole_stream* stream;
+  /** Which may still use the allocator's memory instead of `stream`, as where an allocator follows
+   * the current stream of its calling thread; NULL: `stream`. */
+  const farandole_stream* memory_stream;
+} farandole_request;
+
+/** Starts an operation. Never blocks. Release the work once.
+ *
+ * Results: allgather: the rows of all ranks in rank order. Reducescatter: this rank's split of the
+ * rows; the first (rows % size) ranks get one row more than the others. Alltoall: what each rank
+ * sends this one, in rank order.
+ *
+ * Errors: INVALID_ARGUMENT if the operation is in flight ("... is already in flight"), was
+ * redefined, memory that is needed is NULL, results go to no place or to several, an output has
+ * another size than the result as far as this rank knows it, or overlaps the input unless an
+ * allreduce or broadcast has both in one place; for results of any size of another kind than
+ * allgather and alltoall; for a stream of another device, or one that is being captured into a
+ * graph; ABORTED if its process set has ended; UNAVAILABLE, with the reason, if no GPU can be used;
+ * the context's final error. */
+FARANDOLE_API int farandole_start_request(farandole_operation* operation,
+                                          const farandole_request* request, farandole_work** work);
+/** Starts and waits up to timeout_s (<0: without limit), without waking another thread: the fastest
+ * way for one blocking operation in host memory. Returns the outcome with *work NULL, or PENDING
+ * with the work to go on waiting for. Errors: as start; INVALID_ARGUMENT for what needs its work
+ * afterwards: a stream, or results in the library's memory. */
+FARANDOLE_API int farandole_run_request(farandole_operation* operation,
+                                        const farandole_request* request, double timeout_s,
+                                        farandole_work** work);
+/** How many rows a rank receives of a tensor with `rows` of them, if all ranks of the set pass as
+ * many: those of all ranks of an allgather, this rank's split of a reducescatter, else `rows`.
+ * kind: farandole_kind. Errors: INVALID_ARGUMENT if there is no such set or kind; ABORTED if it has
+ * ended. */
+FARANDOLE_API int farandole_output_rows(const farandole_context* context, int32_t kind,
+                                        uint32_t set, int64_t rows, int64_t* out);
+
+/** farandole_start_request with results in `out`. */
+static inline int farandole_start(farandole_operation* operation, uint32_t version,
+                                  const void* const* in, void* const* out, const uint8_t* votes,
+                                  const char* failed, farandole_work** work) {
+  const farandole_request request = {
+      sizeof(farandole_request), version, 0, in, out, NULL, NULL, votes, failed, NULL, NULL};
+  return farandole_start_request(operation, &request, work);
+}
+/** Likewise on a GPU. */
+static inline int farandole_start_on(farandole_operation* operation, uint32_t version,
+                                     const void* const* in, void* const* out, const uint8_t* votes,
+                                     const char* failed, const farandole_stream* stream,
+                                     farandole_work** work) {
+  const farandole_request request = {
+      sizeof(farandole_request), version, 0, in, out, NULL, NULL, votes, failed, stream, NULL};
+  return farandole_start_request(operation, &request, work);
+}
+/** farandole_start_request with results of any size; allocator NULL: in the library's memory. */
+static inline int farandole_start_allocating_on(farandole_operation* operation, uint32_t version,
+                                                const void* const* in,
+                                                const farandole_allocator* allocator,
+                                                const farandole_stream* stream,
+                                                const farandole_stream* memory_stream,
+                                                farandole_work** work) {
+  const farandole_request request = {sizeof(farandole_request),
+                                     version,
+                                     allocator == NULL,
+                                     in,
+                                     NULL,
+                                     NULL,
+                                     allocator,
+                                     NULL,
+                                     NULL,
+                                     stream,
+                                     memory_stream};
+  return farandole_start_request(operation, &request, work);
+}
+/** Likewise, with memory of `stream`. */
+static inline int farandole_start_allocating(farandole_operation* operation, uint32_t version,
+                                             const void* const* in,
+                                             const farandole_allocator* allocator,
+                                             const farandole_stream* stream,
+                                             farandole_work** work) {
+  return farandole_start_allocating_on(operation, version, in, allocator, stream, NULL, work);
+}
+/** farandole_start_request with `outputs`. */
+static inline int farandole_start_into(farandole_operation* operation, uint32_t version,
                                        const void* const* in, const farandole_output* out,
-                                       const farandole_stream* stream, farandole_work** work);
-/** farandole_run with results as in farandole_start_into. */
-FARANDOLE_API int farandole_run_into(farandole_operation* operation, uint32_t version,
+                                       const farandole_stream* stream, farandole_work** work) {
+  const farandole_request request = {
+      sizeof(farandole_request), version, 0, in, NULL, out, NULL, NULL, NULL, stream, NULL};
+  return farandole_start_request(operation, &request, work);
+}
+/** farandole_run_request with results in `out`. */
+static inline int farandole_run(farandole_operation* operation, uint32_t version,
+                                const void* const* in, void* const* out, double timeout_s,
+                                farandole_work** work) {
+  const farandole_request request = {
+      sizeof(farandole_request), version, 0, in, out, NULL, NULL, NULL, NULL, NULL, NULL};
+  return farandole_run_request(operation, &request, timeout_s, work);
+}
+/** farandole_run_request with `outputs`. */
+static inline int farandole_run_into(farandole_operation* operation, uint32_t version,
                                      const void* const* in, const farandole_output* out,
-                                     double timeout_s, farandole_work** work);
+                                     double timeout_s, farandole_work** work) {
+  const farandole_request request = {
+      sizeof(farandole_request), version, 0, in, NULL, out, NULL, NULL, NULL, NULL, NULL};
+  return farandole_run_request(operation, &request, timeout_s, work);
+}
 /** Allgather, alltoall: how many rows of tensor i came from each rank of the set, into
  * rows[0..ranks-1]. After the work has finished well. Errors: INVALID_ARGUMENT if `ranks` is
  * another number than there are. */
@@ -451,12 +527,6 @@ FARANDOLE_API int farandole_wait_on(farandole_work* work, const farandole_stream
 /** OK once the library no longer uses the memory (on the CPU: once the work has finished), PENDING
  * before; the error of work that failed. */
 FARANDOLE_API int farandole_is_complete(const farandole_work* work);
-/** Starts all-present and waits up to timeout_s (<0: without limit), without waking another thread:
- * the fastest way for one blocking operation. Returns the outcome with *work NULL, or PENDING with
- * the work to go on waiting for. Errors: as start. */
-FARANDOLE_API int farandole_run(farandole_operation* operation, uint32_t version,
-                                const void* const* in, void* const* out, double timeout_s,
-                                farandole_work** work);
 /** Blocks up to timeout_s (<0: without limit). Returns the work's outcome, or PENDING. */
 FARANDOLE_API int farandole_wait(farandole_work* work, double timeout_s);
 /** What farandole_when_finished calls, with the work's outcome; farandole_last_error() has its
@@ -518,8 +588,8 @@ FARANDOLE_API int farandole_join(farandole_context* context, double timeout_s, i
  * in flight. */
 FARANDOLE_API int farandole_set_add(farandole_context* context, const int32_t* ranks, int32_t count,
                                     farandole_work** work);
-/** The uid of the set with exactly these ranks, in any order. Errors: INVALID_ARGUMENT if there is
- * none. */
+/** The uid of the set with exactly these ranks, in any order: this rank's number for it, in this
+ * generation. Errors: INVALID_ARGUMENT if there is none. */
 FARANDOLE_API int farandole_set_find(const farandole_context* context, const int32_t* ranks,
                                      int32_t count, uint32_t* uid);
 /** Removes a set: operations that are ready on all its members run, the others end with ABORTED.
@@ -543,23 +613,29 @@ typedef struct farandole_gradient_options {
   int64_t group_bytes; /**< of a group; 0: the setting FARANDOLE_GROUP_BYTES */
   /** Gives memory to the result of gradient `tensor` where this rank marked it absent with `out`
    * NULL and another rank contributed one; `rows` is NULL. NULL: the library's memory, see
-   * farandole_gradients_take_result. It is called as of farandole_start_allocating_on with
-   * memory_stream NULL of the device. */
+   * farandole_gradients_take_result. It is called as of a
+   * farandole_request whose memory_stream is NULL of the device. */
   const farandole_allocator* allocator;
 } farandole_gradient_options;
 
 /** What is known of an optimizer's rounds. */
 typedef struct farandole_round_status {
-  size_t struct_size;    /**< sizeof(farandole_round_status) */
-  int32_t is_open;       /**< a round is, and has not ended */
-  int32_t has_marked;    /**< and a gradient was marked in it */
-  int32_t has_unreduced; /**< gradients were accumulated that no successful round has reduced */
-  int32_t flag;          /**< some rank raised its flag in the round last waited for */
-  int32_t groups;        /**< formed; 0 before the first round */
-  int32_t number;        /**< of the optimizer, from 0; -1: a prefix was given */
-  int64_t rounds;        /**< that were waited for, failed ones included */
-  int64_t succeeded;     /**< of them */
-  int64_t complete;      /**< of them, from the first: their memory is touched no more */
+  size_t struct_size;     /**< sizeof(farandole_round_status) */
+  int32_t is_open;        /**< a round is, and has not ended */
+  int32_t is_pending;     /**< a round has ended, and nobody has waited for it */
+  int32_t is_window_full; /**< the pass that began last is the last of its window */
+  int32_t has_window;     /**< a round is open, or passes of its window were counted */
+  int32_t has_marked;     /**< a gradient was marked in the open round */
+  int32_t has_unreduced;  /**< gradients were accumulated that no successful round has reduced */
+  int32_t flag;           /**< some rank raised its flag in the round last waited for */
+  int32_t groups;         /**< formed; 0 before the first round */
+  int32_t number;         /**< of the optimizer, from 0; -1: a prefix was given */
+  int64_t rounds;         /**< that were waited for, failed ones included */
+  int64_t succeeded;      /**< of them */
+  /** Why the gradients are not reduced: what a round failed with, or what note_failure was told;
+   * until the next open or forget. NULL: no failure. Valid until the next call. */
+  const char* failure;
+  int32_t is_interrupted; /**< that is: the round goes on, and nobody used its results here */
 } farandole_round_status;
 
 /** Groups gradients at the source: in the first round all are one group; the order in which the
@@ -571,6 +647,14 @@ FARANDOLE_API int farandole_gradients_create(farandole_context* context,
                                              const farandole_gradient_options* options,
                                              const farandole_tensor* tensors, int32_t count,
                                              farandole_gradients** out);
+/** The optimizer goes on in another context, as on all its ranks in the same order, those included
+ * that create theirs; `set` and `labels` as in params and options. What is known of the gradients
+ * and the counts of rounds stays; groups form and steps count anew. context NULL: in none until the
+ * next call, and before the end of the context that they have. Errors: INVALID_ARGUMENT in flight.
+ */
+FARANDOLE_API int farandole_gradients_rebind(farandole_gradients* gradients,
+                                             farandole_context* context, uint32_t set,
+                                             const char* const* labels, int32_t count);
 /** Gives the `count` gradients other shapes and dtypes, and all of them a farandole_device, before
  * the first mark of a round. Groups and names stay. Errors: INVALID_ARGUMENT for another count, or
  * within a round. */
@@ -581,16 +665,19 @@ FARANDOLE_API int farandole_gradients_redefine(farandole_gradients* gradients,
  * is a MISMATCH. Errors: INVALID_ARGUMENT between end and wait. */
 FARANDOLE_API int farandole_gradients_add(farandole_gradients* gradients,
                                           const farandole_tensor* tensors, int32_t count);
-/** A backward pass begins; no_sync 1: it only accumulates. If ranks differ in their passes since
- * the last step, all get MISMATCH for the round, with what each did. Ranks that count no pass are
- * not compared. */
+/** The coming windows have so many backward passes each; 1 without this, 0 means the same. */
+FARANDOLE_API int farandole_gradients_set_passes(farandole_gradients* gradients, int32_t passes);
+/** A backward pass begins; no_sync 1: it only accumulates. If it is the last of its window
+ * (farandole_round_status.is_window_full), open a round. If ranks differ in their passes since the
+ * last step, all get MISMATCH for the round, with what each did. Ranks that count no pass are not
+ * compared. */
 FARANDOLE_API int farandole_gradients_count_pass(farandole_gradients* gradients, int32_t no_sync);
-/** Opens a round, if none is open, and announces this rank's step to the other ranks, without
- * waiting. If steps differ, all operations of all ranks return MISMATCH from then on, until
- * shutdown: a rank may be in a collective that the others will never call. */
+/** Opens a round, if none is open, forgets the last failure, and announces this rank's step to the
+ * other ranks, without waiting. If steps differ, all operations of all ranks return MISMATCH from
+ * then on, until shutdown: a rank may be in a collective that the others will never call. */
 FARANDOLE_API int farandole_gradients_open(farandole_gradients* gradients);
 /** Gradient i was accumulated. *due: the gradient to mark now, which is one that was accumulated
- * before this, as often as in earlier rounds; -1: none, or no round is open. Errors:
+ * before this, as often as in earlier rounds; -1: none; -2: no round is open. Errors:
  * INVALID_ARGUMENT if it was marked in this round. */
 FARANDOLE_API int farandole_gradients_accumulated(farandole_gradients* gradients, int32_t i,
                                                   int32_t* due);
@@ -623,9 +710,17 @@ FARANDOLE_API int farandole_gradients_wait(farandole_gradients* gradients,
  * step. The count of steps restarts after a failed round and after a join; gradients of different
  * steps are never reduced together. Without effect if no round succeeded since the last call. */
 FARANDOLE_API int farandole_gradients_stepped(farandole_gradients* gradients);
-/** Fills *status. Errors: the device has failed. */
-FARANDOLE_API int farandole_gradients_status(farandole_gradients* gradients,
+/** What failed outside of the round, as the use of its results; NULL: the wait was interrupted. The
+ * first failure counts. */
+FARANDOLE_API int farandole_gradients_note_failure(farandole_gradients* gradients, const char* why);
+/** The gradients are given up: neither a failure nor a window that has begun counts any more. */
+FARANDOLE_API int farandole_gradients_forget(farandole_gradients* gradients);
+/** Fills *status. */
+FARANDOLE_API int farandole_gradients_status(const farandole_gradients* gradients,
                                              farandole_round_status* status);
+/** *rounds: how many are complete, from the first: their memory is touched no more. Errors: the
+ * device has failed. */
+FARANDOLE_API int farandole_gradients_complete(farandole_gradients* gradients, int64_t* rounds);
 /** 1 if no rank contributed gradient i in the round last waited for. */
 FARANDOLE_API int farandole_gradients_skipped(const farandole_gradients* gradients, int32_t i);
 /** Hands over the result of gradient i in the library's memory, once per round. After the wait.

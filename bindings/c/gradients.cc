@@ -13,11 +13,18 @@ using farandole::Status;
 
 namespace {
 
+/// What the gradients of no context refuse.
+Status CheckBound(const GradientRound& round) {
+  if (round.is_bound()) return {};
+  return farandole::Aborted("these gradients are of no context: farandole_gradients_rebind first");
+}
+
 /// What most functions are: one call of the round. @param call  Gives a Status.
 template <class Call>
 int Run(farandole_gradients* gradients, Call call) try {
   if (gradients == nullptr) return ReportNull("gradients");
-  return Report(call(gradients->round));
+  if (Status bound = CheckBound(gradients->round); !bound.ok()) return Report(bound);
+  return Report(*gradients->engine, call(gradients->round));
 } catch (...) {
   return ReportException();
 }
@@ -26,9 +33,10 @@ int Run(farandole_gradients* gradients, Call call) try {
 template <class Call>
 int RunWaiting(farandole_gradients* gradients, double timeout_s, Call call) try {
   if (gradients == nullptr) return ReportNull("gradients");
-  Status outcome;
+  Status outcome = CheckBound(gradients->round);
+  if (!outcome.ok()) return Report(outcome);
   if (!call(gradients->round, farandole::TimeoutNs(timeout_s), &outcome)) return FARANDOLE_PENDING;
-  return Report(outcome);
+  return Report(*gradients->engine, outcome);
 } catch (...) {
   return ReportException();
 }
@@ -49,13 +57,17 @@ Result<GradientRound::Options> ToOptions(const farandole_params& params,
   Result<farandole::Signature> common = farandole::ToSignature(params);
   if (!common.ok()) return common.status();
   GradientRound::Options round;
-  round.set = params.set;
   round.common = std::move(common).value();
   if (options.prefix != nullptr) round.prefix = options.prefix;
   round.group_bytes = options.group_bytes > 0 ? options.group_bytes : group_bytes;
   round.overlaps = options.is_late == 0;
   round.has_flag = options.has_flag != 0;
   return round;
+}
+
+std::vector<std::string> ToLabels(const char* const* labels, int32_t count) {
+  if (labels == nullptr) return {};
+  return {labels, labels + count};
 }
 
 }  // namespace
@@ -70,24 +82,46 @@ int farandole_gradients_create(farandole_context* context, const farandole_param
   const farandole_gradient_options defaults{sizeof defaults, nullptr, nullptr, 0, 0, 0, 0, nullptr};
   if (options == nullptr) options = &defaults;
   if (const Status checked = CheckOptions(*options); !checked.ok()) return Report(checked);
+  uint32_t uid = 0;
+  if (const int code = farandole::FromSetHandle(*context->generation, params->set, &uid))
+    return code;
   Result<GradientRound::Options> round =
-      ToOptions(*params, *options, context->context->config().group_bytes);
+      ToOptions(*params, *options, context->generation->config().group_bytes);
   if (!round.ok()) return Report(round.status());
+  round.value().set = uid;
   Result<std::vector<farandole::TensorSignature>> signatures =
       farandole::ToTensorSignatures(tensors, count);
   if (!signatures.ok()) return Report(signatures.status());
-  std::vector<std::string> labels;
-  if (options->labels != nullptr)
-    labels.assign(options->labels, options->labels + options->label_count);
+  std::vector<std::string> labels = ToLabels(options->labels, options->label_count);
   auto library = std::make_shared<farandole::LibraryResults>(nullptr);
   std::shared_ptr<farandole::ResultAllocator> results = library;
   if (options->allocator != nullptr)
     results = std::make_shared<farandole::CallbackResults>(*options->allocator);
+  farandole::Generation& generation = *context->generation;
   *out = new farandole_gradients{
-      GradientRound(context->context->engine(), std::move(round).value(),
-                    std::move(signatures).value(), labels, &context->context->wraps(), results),
-      &context->context->engine(), std::move(library)};
+      &generation.engine(),
+      GradientRound(generation.engine(), std::move(round).value(), std::move(signatures).value(),
+                    std::move(labels), &generation.wraps(), results),
+      std::move(library)};
   return FARANDOLE_OK;
+} catch (...) {
+  return ReportException();
+}
+
+// The engine of the context that it leaves must still live: the groups' operations are its.
+int farandole_gradients_rebind(farandole_gradients* gradients, farandole_context* context,
+                               uint32_t set, const char* const* labels, int32_t count) try {
+  if (gradients == nullptr) return ReportNull("gradients");
+  const Status left = gradients->round.Unbind();
+  if (!left.ok() || context == nullptr) {
+    if (left.ok()) gradients->engine = {};
+    return Report(left);
+  }
+  if (const int code = farandole::FromSetHandle(*context->generation, set, &set)) return code;
+  farandole::Generation& generation = *context->generation;
+  gradients->engine = &generation.engine();
+  return Report(gradients->round.Rebind(generation.engine(), &generation.wraps(), set,
+                                        ToLabels(labels, count)));
 } catch (...) {
   return ReportException();
 }
@@ -121,6 +155,12 @@ int farandole_gradients_count_pass(farandole_gradients* gradients, int32_t no_sy
   });
 }
 
+int farandole_gradients_set_passes(farandole_gradients* gradients, int32_t passes) {
+  if (gradients == nullptr) return ReportNull("gradients");
+  gradients->round.set_passes(passes);
+  return FARANDOLE_OK;
+}
+
 int farandole_gradients_open(farandole_gradients* gradients) {
   return Run(gradients, [](GradientRound& round) { return round.Open(); });
 }
@@ -152,7 +192,7 @@ int farandole_gradients_mark(farandole_gradients* gradients, int32_t i, const vo
     const Result<farandole::ProducerStream> producer = farandole::ToStream(stream);
     if (!producer.ok()) return producer.status();
     if (in == nullptr) {  // a result in the library's memory would be on that GPU
-      const Result<farandole::Device*> gpu = gradients->engine->GpuOf(producer.value());
+      const Result<farandole::Device*> gpu = round.engine().GpuOf(producer.value());
       if (!gpu.ok()) return gpu.status();
       gradients->results->UseDevice(gpu.value());
     }
@@ -198,22 +238,51 @@ int farandole_gradients_stepped(farandole_gradients* gradients) {
   return Run(gradients, [](GradientRound& round) { return round.Stepped(); });
 }
 
-// `complete` looks at all rounds and not only the last: a loop that never waits for the GPU has
-// several whose memory is in use.
-int farandole_gradients_status(farandole_gradients* gradients, farandole_round_status* status) {
+int farandole_gradients_note_failure(farandole_gradients* gradients, const char* why) {
   return Run(gradients, [&](GradientRound& round) {
-    if (status == nullptr) return farandole::InvalidArgument("status must not be NULL");
-    FARANDOLE_RETURN_IF_ERROR(FARANDOLE_CHECK_STRUCT(farandole_round_status, *status));
-    status->is_open = round.is_open();
-    status->has_marked = round.has_marked();
-    status->has_unreduced = round.has_unreduced();
-    status->flag = round.flag();
-    status->groups = round.group_count();
-    status->number = round.number();
-    status->rounds = round.rounds();
-    status->succeeded = round.succeeded();
+    round.NoteFailure(why == nullptr ? "" : why);
+    return Status();
+  });
+}
+
+int farandole_gradients_forget(farandole_gradients* gradients) {
+  if (gradients == nullptr) return ReportNull("gradients");
+  gradients->round.Forget();
+  return FARANDOLE_OK;
+}
+
+// Of gradients without a context too: counts and the failure are the optimizer's.
+int farandole_gradients_status(const farandole_gradients* gradients,
+                               farandole_round_status* status) try {
+  if (gradients == nullptr || status == nullptr) return ReportNull("gradients or status");
+  if (const Status checked = FARANDOLE_CHECK_STRUCT(farandole_round_status, *status); !checked.ok())
+    return Report(checked);
+  const GradientRound& round = gradients->round;
+  status->is_open = round.is_open();
+  status->is_pending = round.is_pending();
+  status->is_window_full = round.is_window_full();
+  status->has_window = round.has_window();
+  status->has_marked = round.has_marked();
+  status->has_unreduced = round.has_unreduced();
+  status->flag = round.flag();
+  status->groups = round.group_count();
+  status->number = round.number();
+  status->rounds = round.rounds();
+  status->succeeded = round.succeeded();
+  status->failure = round.failure().empty() ? nullptr : round.failure().c_str();
+  status->is_interrupted = round.is_interrupted();
+  return FARANDOLE_OK;
+} catch (...) {
+  return ReportException();
+}
+
+// It looks at all rounds and not only the last: a loop that never waits for the GPU has several
+// whose memory is in use.
+int farandole_gradients_complete(farandole_gradients* gradients, int64_t* rounds) {
+  return Run(gradients, [&](GradientRound& round) {
+    if (rounds == nullptr) return farandole::InvalidArgument("rounds must not be NULL");
     const Result<int64_t> complete = round.CompletedRounds();
-    if (complete.ok()) status->complete = complete.value();
+    if (complete.ok()) *rounds = complete.value();
     return complete.status();
   });
 }

@@ -25,8 +25,38 @@ int Report(const Status& status) {
   return static_cast<int>(status.code());
 }
 
+int Report(const Engine& engine, const Status& status) {
+  if (status.ok()) return FARANDOLE_OK;
+  const Generation::Explained explained = Generation::Of(engine).Explain(status);
+  const int code = Report(explained.status);
+  return explained.is_of_the_past ? FARANDOLE_GENERATION_ENDED : code;
+}
+
 int ReportNull(const char* what) {
   return Report(InvalidArgument(std::string(what) + " must not be NULL"));
+}
+
+namespace {
+
+constexpr uint32_t kUidBits = 24;  // sets in a generation; the rest numbers these, modulo 256
+
+uint32_t SpaceOfSets(const Generation& generation) {
+  return static_cast<uint32_t>(generation.number() - 1) << kUidBits;
+}
+
+}  // namespace
+
+uint32_t ToSetHandle(const Generation& generation, uint32_t uid) {
+  return uid == kGlobalSet ? kGlobalSet : SpaceOfSets(generation) + uid;
+}
+
+int FromSetHandle(const Generation& generation, uint32_t set, uint32_t* uid) {
+  *uid = set == kGlobalSet ? kGlobalSet : set - SpaceOfSets(generation);
+  if (*uid < uint32_t{1} << kUidBits) return FARANDOLE_OK;
+  (void)Report(Aborted("a process set of another generation of this process; this is generation " +
+                       std::to_string(generation.number()) +
+                       ", to which process sets have to be added again"));
+  return FARANDOLE_GENERATION_ENDED;
 }
 
 // Without memory for the text the code alone is left, and the last error is the one before.
@@ -46,7 +76,7 @@ int64_t TimeoutNs(double timeout_s) {
 /// one that started it.
 int WaitFor(Engine& engine, const Work& work, double timeout_s) {
   if (!engine.Wait(work, TimeoutNs(timeout_s))) return FARANDOLE_PENDING;
-  return Report(work.status());
+  return Report(engine, work.status());
 }
 
 Status CheckStruct(const char* type, size_t struct_size, size_t expected) {
@@ -92,14 +122,14 @@ Result<Signature> ToSignature(const farandole_params& params) {
 }
 
 Result<std::vector<int64_t>> ToSplits(const farandole_params& params, const Engine& engine,
-                                      size_t tensors) {
+                                      uint32_t uid, size_t tensors) {
   if (!HasField(params, &farandole_params::splits) || params.splits == nullptr)
     return std::vector<int64_t>();
   if (params.kind != FARANDOLE_ALLTOALL) {
     return InvalidArgument(std::string(Name(static_cast<OpKind>(params.kind))) +
                            " takes no farandole_params.splits; expected NULL");
   }
-  const Result<ProcessSetInfo> set = engine.operations().FindSet(params.set);
+  const Result<ProcessSetInfo> set = engine.operations().FindSet(uid);
   if (!set.ok()) return set.status();
   // C passes no length: for each tensor there have to be as many as the set has ranks.
   return std::vector<int64_t>(params.splits, params.splits + tensors * set.value().ranks.size());

@@ -15,7 +15,7 @@ namespace {
 // Adding and removing take a round of all ranks, so C gets a work to wait for. Only when it has
 // finished does farandole_set_find know the set, under a uid that all ranks have agreed on.
 int Give(Engine& engine, Result<std::shared_ptr<farandole::Work>> started, farandole_work** work) {
-  if (!started.ok()) return Report(started.status());
+  if (!started.ok()) return Report(engine, started.status());
   *work = new farandole_work{std::move(started).value(), &engine};
   return FARANDOLE_OK;
 }
@@ -34,7 +34,7 @@ int farandole_set_add(farandole_context* context, const int32_t* ranks, int32_t 
   if (context == nullptr || work == nullptr) return ReportNull("context or work");
   Result<std::vector<int32_t>> members = ToRanks(ranks, count);
   if (!members.ok()) return Report(members.status());
-  Engine& engine = context->context->engine();
+  Engine& engine = context->generation->engine();
   return Give(engine, engine.AddSet(members.value()), work);
 } catch (...) {
   return ReportException();
@@ -45,10 +45,10 @@ int farandole_set_find(const farandole_context* context, const int32_t* ranks, i
   if (context == nullptr || uid == nullptr) return ReportNull("context or uid");
   Result<std::vector<int32_t>> members = ToRanks(ranks, count);
   if (!members.ok()) return Report(members.status());
-  const Engine& engine = context->context->engine();
+  const Engine& engine = context->generation->engine();
   Result<farandole::ProcessSetInfo> set = engine.operations().SetOf(members.value());
-  if (!set.ok()) return Report(set.status());
-  *uid = set.value().uid;
+  if (!set.ok()) return Report(engine, set.status());
+  *uid = farandole::ToSetHandle(*context->generation, set.value().uid);
   return FARANDOLE_OK;
 } catch (...) {
   return ReportException();
@@ -56,7 +56,8 @@ int farandole_set_find(const farandole_context* context, const int32_t* ranks, i
 
 int farandole_set_remove(farandole_context* context, uint32_t uid, farandole_work** work) try {
   if (context == nullptr || work == nullptr) return ReportNull("context or work");
-  Engine& engine = context->context->engine();
+  if (const int code = farandole::FromSetHandle(*context->generation, uid, &uid)) return code;
+  Engine& engine = context->generation->engine();
   return Give(engine, engine.RemoveSet(uid), work);
 } catch (...) {
   return ReportException();

@@ -412,7 +412,6 @@ void BindGradientSlot(py::module_& m) {
   BindField<&GradientSlot::codec>(slot, "codec");
   BindField<&GradientSlot::dtype>(slot, "dtype");
   BindField<&GradientSlot::last_dtype>(slot, "last_dtype");
-  BindField<&GradientSlot::view>(slot, "view");
   BindField<&GradientSlot::sent>(slot, "sent");
   BindField<&GradientSlot::sparse>(slot, "sparse");
 }
@@ -460,7 +459,9 @@ void BindGradients(py::module_& m) {
       .def("define", &Gradients::Define, py::arg("descriptions"), py::arg("like"))
       .def("add", &Gradients::Add, py::arg("named"), py::arg("describe"))
       .def("are_defined", &Gradients::AreDefined)
+      .def("rebind", &Gradients::Rebind, py::arg("context"), py::arg("set"), py::arg("labels"))
       .def("count_pass", &Gradients::CountPass, py::arg("is_no_sync"))
+      .def("set_passes", &Gradients::SetPasses, py::arg("passes"))
       .def("open", &Gradients::Open)
       .def("accumulated", &Gradients::Accumulated, py::arg("index"))
       .def(
@@ -470,6 +471,8 @@ void BindGradients(py::module_& m) {
       .def("compare", &Gradients::Compare)
       .def("end", &Gradients::End, py::arg("is_left_to_user"))
       .def("fail", &Gradients::Fail, py::arg("why"))
+      .def("note_failure", &Gradients::NoteFailure, py::arg("why"))
+      .def("forget", &Gradients::Forget)
       .def("wait", &Gradients::Wait)
       .def("receive", &Gradients::Receive, py::arg("increment_versions"), py::arg("keeps_reduced"))
       .def("release_sparse", &Gradients::ReleaseSparse)
@@ -480,8 +483,11 @@ void BindGradients(py::module_& m) {
       .def("forget_reduced", &Gradients::ForgetReduced)
       .def("release_completed", &Gradients::ReleaseCompleted)
       .def("detach", &Gradients::Detach)
-      .def_property_readonly("is_open", &Gradients::is_open)
-      .def_property_readonly("is_pending", &Gradients::is_pending)
+      .def_property_readonly("is_open", is(&farandole_round_status::is_open))
+      .def_property_readonly("is_pending", is(&farandole_round_status::is_pending))
+      .def_property_readonly("is_interrupted", is(&farandole_round_status::is_interrupted))
+      .def_property_readonly("has_window", is(&farandole_round_status::has_window))
+      .def_property_readonly("failure", [](const Gradients& self) { return self.Status().failure; })
       .def_property_readonly("is_complete", &Gradients::IsComplete)
       .def_property_readonly("kept", &Gradients::kept)
       .def_property_readonly("has_marked", is(&farandole_round_status::has_marked))
@@ -499,7 +505,11 @@ void BindGradients(py::module_& m) {
 PYBIND11_MODULE(_core, m) {
   m.doc() = "The C ABI of Farandole; use the package farandole instead.";
   m.attr("version") = farandole_version();
-  m.attr("dtypes") = farandole::python::DTypeNames();
+  const py::tuple dtypes = farandole::python::DTypeNames();
+  const py::tuple reducible = dtypes[py::slice(0, FARANDOLE_FLOAT64 + 1, 1)];
+  m.attr("dtypes") = dtypes;
+  m.attr("reducible_dtypes") = reducible;
+  m.attr("reduced_dtypes") = reducible + py::make_tuple("complex64", "complex128");
   farandole::python::DescribeThreads();
   py::module_::import("atexit").attr("register")(
       py::cpp_function(&farandole::python::StopDescribingThreads));

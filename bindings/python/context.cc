@@ -25,6 +25,7 @@ namespace {
 
 // Guarded by the GIL.
 int current_generation = 0;  // Counts forks.
+int contexts_made = 0;
 
 /// A store of Python's for the library, which calls it on the thread that is inside Init. What its
 /// functions raise ends Init. They give None, or False, if they take longer: they are asked again.
@@ -112,6 +113,7 @@ std::shared_ptr<Context> JoinJob(const InitArguments& arguments, farandole_conte
 }  // namespace
 
 Context::Context(farandole_context* handle) : handle_(handle), generation_(current_generation) {
+  ++contexts_made;
   Check(farandole_get_topology(handle, &topology_));
 }
 
@@ -158,8 +160,17 @@ bool Context::is_open() const { return !closing_ && !is_closed(); }
 bool Context::is_closed() const { return handle_ == nullptr || is_forgotten(); }
 
 farandole_context* Context::get() const {
-  if (!is_open()) ThrowInternal(kClosed);
+  if (!is_open()) ThrowClosed();
   return handle_;
+}
+
+void Context::ThrowClosed() const {
+  const bool is_past = handle_ == nullptr && !is_forgotten() && contexts_made > made_at_end_;
+  if (!is_past) ThrowInternal(kClosed);
+  ThrowAs(
+      FARANDOLE_GENERATION_ENDED,
+      "this is of a generation of the job that has been shut down, and init() has begun another "
+      "one: make it again there");
 }
 
 void Context::Close() {
@@ -195,7 +206,8 @@ bool Context::CloseWithin(double timeout_s, int reason, const char* cause) {
 
 void Context::Release() {
   farandole_context* const handle = std::exchange(handle_, nullptr);
-  prepared_.clear();  // before the GIL is released: its handles go with the context
+  made_at_end_ = contexts_made;
+  prepared_.clear();
   bool all_released = true;
   for (Child* child = children_; child != nullptr; child = child->older_)
     all_released = child->Release() && all_released;
@@ -279,14 +291,21 @@ int Context::Join() {
   return last_rank;
 }
 
-Child::Child(std::shared_ptr<Context> context)
-    : context_(std::move(context)), older_(std::exchange(context_->children_, this)) {
+void Child::Join(std::shared_ptr<Context> context) {
+  context_ = std::move(context);
+  newer_ = nullptr;
+  older_ = std::exchange(context_->children_, this);
   if (older_ != nullptr) older_->newer_ = this;
 }
 
-Child::~Child() {
+void Child::Leave() {
   if (older_ != nullptr) older_->newer_ = newer_;
   (newer_ != nullptr ? newer_->older_ : context_->children_) = older_;
+}
+
+void Child::MoveTo(std::shared_ptr<Context> context) {
+  Leave();
+  Join(std::move(context));
 }
 
 void Context::ReleaseCompleted() {
@@ -570,15 +589,11 @@ Context::Prepared& Context::PreparedFor(const Submission& submission, Work& work
   const int code = Prepare(get(), asked, text, tensors, &operation, &version);
   if (code != FARANDOLE_OK) ThrowNotStarted(code, work);
   // Looked up again: another thread may have prepared the same name meanwhile, or closed this.
-  // A context that was closed meanwhile has taken its handles along.
   unnamed = {params,
              std::move(splits),
              std::move(described),
              !submission.labels.is_none(),
-             {operation,
-              [this](farandole_operation* held) {
-                if (handle_ != nullptr) farandole_operation_release(held);
-              }},
+             {operation, &farandole_operation_release},
              version};
   get();
   if (!name.text) return unnamed;
@@ -594,7 +609,9 @@ int Context::Start(const Submission& submission, const std::shared_ptr<Work>& wo
   // Another thread may drop it while this one is in the library.
   const std::shared_ptr<farandole_operation> held = prepared.handle;
   farandole_operation* const operation = held.get();
-  const uint32_t version = prepared.version;
+  farandole_request request{};
+  request.struct_size = sizeof request;
+  request.version = prepared.version;
   std::array<const void*, 8> few_in{};
   std::array<void*, 8> few_out{};
   const size_t count = work->sources_.size();
@@ -607,38 +624,34 @@ int Context::Start(const Submission& submission, const std::shared_ptr<Work>& wo
     if (work->allocates()) continue;
     out[i] = work->in_place_ ? work->sources_[i].data : work->results_[i].data;
   }
+  request.in = in;
   const OptionalText failed(submission.failed);
-  const bool allocates = work->allocates() && failed.c_str() == nullptr;
+  request.failed = failed.c_str();
+  farandole_stream stream{};
+  if (work->is_cuda()) {
+    stream = work->StreamNow();
+    request.stream = &stream;
+  }
+  // A thread of the library allocates, whose current stream is the device's default one.
+  const farandole_stream order{sizeof order, stream.device, nullptr};
+  const farandole_allocator allocator{sizeof allocator, work.get(), &Work::AllocateResult};
+  const std::vector<farandole_output> outputs = work->Outputs();
+  if (!outputs.empty()) {
+    request.outputs = outputs.data();
+  } else if (!work->allocates()) {
+    request.out = out;
+  } else {
+    if (work->is_cuda()) request.memory_stream = &order;
+    request.in_library = work->uses_frontends_memory() ? 0 : 1;
+    if (request.in_library == 0) request.allocator = &allocator;
+  }
   // What comes after the result may be interrupted, and is then asked for once more: by the work.
-  const bool is_plain = submission.finish.is_none() && failed.c_str() == nullptr;
-  if (submission.blocks && is_plain && !allocates && !work->is_cuda()) {
-    const std::vector<farandole_output> outputs = work->Outputs();
-    const CallGuard guard(*this);
-    const py::gil_scoped_release release;
-    if (!outputs.empty())
-      return farandole_run_into(operation, version, in, outputs.data(), kSliceSeconds,
-                                &work->handle_);
-    return farandole_run(operation, version, in, out, kSliceSeconds, &work->handle_);
-  }
-  std::optional<farandole_stream> stream;
-  if (work->is_cuda()) stream = work->StreamNow();
-  if (work->has_outputs() && failed.c_str() == nullptr) {
-    const std::vector<farandole_output> outputs = work->Outputs();
-    return farandole_start_into(operation, version, in, outputs.data(), stream ? &*stream : nullptr,
-                                &work->handle_);
-  }
-  if (allocates) {
-    // A thread of the library allocates, whose current stream is the device's default one.
-    farandole_stream order{sizeof(farandole_stream), stream ? stream->device : 0, nullptr};
-    const farandole_allocator allocator{sizeof allocator, work.get(), &Work::AllocateResult};
-    return farandole_start_allocating_on(
-        operation, version, in, work->uses_frontends_memory() ? &allocator : nullptr,
-        stream ? &*stream : nullptr, stream ? &order : nullptr, &work->handle_);
-  }
-  return stream ? farandole_start_on(operation, version, in, out, nullptr, failed.c_str(), &*stream,
-                                     &work->handle_)
-                : farandole_start(operation, version, in, out, nullptr, failed.c_str(),
-                                  &work->handle_);
+  const bool is_plain = submission.finish.is_none() && request.failed == nullptr;
+  if (!submission.blocks || !is_plain || work->allocates() || work->is_cuda())
+    return farandole_start_request(operation, &request, &work->handle_);
+  const CallGuard guard(*this);
+  const py::gil_scoped_release release;
+  return farandole_run_request(operation, &request, kSliceSeconds, &work->handle_);
 }
 
 py::object Context::Submit(const Submission& submission) {

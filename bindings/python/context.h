@@ -97,6 +97,8 @@ class Context : public std::enable_shared_from_this<Context> {
   bool is_closed() const;
   /// Made before a fork of which this process is the child.
   bool is_forgotten() const;
+  /// Throws what is said of a handle whose context is closed.
+  [[noreturn]] void ThrowClosed() const;
   /// @throw HorovodInternalError when closed.
   farandole_context* get() const;
   /// Leaves the job, releases all handles made from this context, then the context. Idempotent.
@@ -190,6 +192,7 @@ class Context : public std::enable_shared_from_this<Context> {
 
   farandole_context* handle_;
   bool closing_ = false;
+  int made_at_end_ = 0;  // how many contexts had been made when this one was closed
   int generation_;
   int calls_ = 0;  // C calls in flight without the GIL that name the handle
   farandole_topology topology_{};
@@ -220,20 +223,26 @@ class CallGuard {
 /// Something that must be released before its context.
 class Child {
  public:
-  explicit Child(std::shared_ptr<Context> context);
-  virtual ~Child();
+  explicit Child(std::shared_ptr<Context> context) { Join(std::move(context)); }
+  virtual ~Child() { Leave(); }
   Child(const Child&) = delete;
   Child& operator=(const Child&) = delete;
   /// Gives the C handle back if nobody waits on it. Returns whether it is gone.
   virtual bool Release() = 0;
 
  protected:
-  const std::shared_ptr<Context> context_;
+  /// Of another context, after the release.
+  void MoveTo(std::shared_ptr<Context> context);
+
+  std::shared_ptr<Context> context_;
 
  private:
   friend class Context;
+  void Join(std::shared_ptr<Context> context);
+  void Leave();
+
   Child* newer_ = nullptr;
-  Child* older_;
+  Child* older_ = nullptr;
 };
 
 }  // namespace farandole::python

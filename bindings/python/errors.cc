@@ -19,6 +19,8 @@ const char* ExceptionName(int code) {
       return "PeerLostError";
     case FARANDOLE_ABORTED:
       return "AbortedError";
+    case FARANDOLE_GENERATION_ENDED:
+      return "GenerationEndedError";
     default:
       return "HorovodInternalError";
   }

@@ -296,21 +296,6 @@ bool GradientSlot::HasChanged() const {
   return !now.is(sent) || (!now.is_none() && Version(now) != sent_version);
 }
 
-/// A user's tensor that is replaced keeps its values and is reduced no more, as with torch's
-/// DistributedDataParallel. The view holds what is dense, in host memory, of its dtype and shape.
-py::object GradientSlot::MoveIntoView() {
-  static PyObject* const grad = Interned("grad");
-  py::object now = gradient();
-  if (!view || now.is(view)) return now;
-  const std::optional<Layout> layout = Peek(now);
-  if (!layout || !look || layout->tensor.device.device_type != kDLCPU ||
-      !IsSame(layout->tensor.dtype, look->tensor.dtype) || !HasShape(layout->tensor, look->tensor))
-    return now;
-  view.attr("copy_")(now.attr("detach")());
-  if (PyObject_SetAttr(parameter.ptr(), grad, view.ptr()) != 0) throw py::error_already_set();
-  return view;
-}
-
 py::tuple GradientSlot::Shape() const {
   if (!look) return py::tuple(parameter.attr("shape"));
   py::tuple shape(static_cast<size_t>(look->tensor.ndim));
@@ -345,8 +330,7 @@ Gradients::Gradients(std::shared_ptr<Context> context, const Options& options,
       new_results_(slots_.size()) {
   if (!named.empty()) type_ = &TypeOf(named.front().second);
   const farandole_allocator allocator{sizeof allocator, this, &Gradients::AllocateResult};
-  std::vector<const char*> texts;
-  for (const std::string& label : labels) texts.push_back(label.c_str());
+  const std::vector<const char*> texts = ToTexts(labels);
   farandole_gradient_options how{};
   how.struct_size = sizeof how;
   how.labels = texts.data();
@@ -363,18 +347,45 @@ Gradients::Gradients(std::shared_ptr<Context> context, const Options& options,
                                    static_cast<int32_t>(tensors.size()), &handle_));
 }
 
-Gradients::~Gradients() { Release(); }
+Gradients::~Gradients() {
+  Release();
+  if (unbound_ != nullptr) farandole_gradients_release(unbound_);
+}
 
+/// What is known of the gradients stays for Rebind(), unless something is in flight for ever.
 bool Gradients::Release() {
   if (waiting_ > 0) return false;
-  if (!is_gone()) farandole_gradients_release(handle_);
-  handle_ = nullptr;
-  is_open_ = is_pending_ = false;
+  if (is_gone()) {
+    handle_ = nullptr;
+  } else if (farandole_gradients* const handle = std::exchange(handle_, nullptr);
+             farandole_gradients_rebind(handle, nullptr, 0, nullptr, 0) == FARANDOLE_OK) {
+    unbound_ = handle;
+  } else {
+    farandole_gradients_release(handle);
+  }
   return true;
 }
 
+std::vector<const char*> Gradients::ToTexts(const std::vector<std::string>& labels) {
+  std::vector<const char*> texts;
+  for (const std::string& label : labels) texts.push_back(label.c_str());
+  return texts;
+}
+
+void Gradients::Rebind(std::shared_ptr<Context> context, uint32_t set,
+                       const std::vector<std::string>& labels) {
+  if (unbound_ == nullptr) ThrowInternal("gradients that are in flight cannot go on elsewhere");
+  const std::vector<const char*> texts = ToTexts(labels);
+  Check(farandole_gradients_rebind(unbound_, context->get(), set, texts.data(),
+                                   static_cast<int32_t>(texts.size())));
+  MoveTo(std::move(context));
+  handle_ = std::exchange(unbound_, nullptr);
+  Drop();
+  kept_.clear();
+}
+
 farandole_gradients* Gradients::get() const {
-  if (is_gone()) ThrowInternal(kClosed);
+  if (is_gone()) context_->ThrowClosed();
   return handle_;
 }
 
@@ -433,26 +444,30 @@ bool Gradients::AreDefined() const {
   return std::ranges::all_of(slots_, [](const auto& slot) { return slot->LooksAsDefined(); });
 }
 
-void Gradients::CountPass(bool is_no_sync) {
+bool Gradients::CountPass(bool is_no_sync) {
   Check(farandole_gradients_count_pass(get(), is_no_sync ? 1 : 0));
+  return Status().is_window_full != 0;
+}
+
+void Gradients::SetPasses(int passes) {
+  farandole_gradients* const handle = is_gone() ? unbound_ : handle_;
+  if (handle != nullptr) Check(farandole_gradients_set_passes(handle, passes));
 }
 
 void Gradients::Open() {
-  is_open_ = true;
   std::erase_if(AllAdditions(), [](const auto& entry) { return entry.second.expired(); });
   Check(farandole_gradients_open(get()));
 }
 
-/// In the pass that was let in there is nothing to look at, except that a gradient must not be
-/// added to one in flight, which is so in a round that an earlier pass left open, nor to a sum.
+/// In the pass that was let in, before which a round that an earlier one left open has ended, there
+/// is nothing to look at, except that a gradient must not be added to a reduced sum.
 void Gradients::BeforeAccumulation(int32_t index) {
   GradientSlot& slot = *slots_[static_cast<size_t>(index)];
   if (slot.gradient().is_none()) {
     slot.is_fresh = true;
     slot.additions = nullptr;  // of a view that is gone
   }
-  const bool is_let_in = task && !task.is_none() && (!is_open_ || is_running) &&
-                         (settings_.is_average || !slot.reduced);
+  const bool is_let_in = task && !task.is_none() && (settings_.is_average || !slot.reduced);
   if (is_let_in && Call(torch_.current_task).equal(task)) return;
   if (const py::object owner = Owner()) owner.attr("before_accumulation")(index);
 }
@@ -468,8 +483,8 @@ void Gradients::AfterAccumulation(int32_t index) {
 void Gradients::Accumulated(int32_t index) {
   GradientSlot& slot = *slots_[static_cast<size_t>(index)];
   slot.reduced = py::object();
-  if (slot.view) (void)slot.MoveIntoView();  // now, while the gradient is in the cache
-  int32_t due = -1;
+  constexpr int32_t kNoRound = -2;
+  int32_t due = kNoRound;
   const int code = farandole_gradients_accumulated(get(), index, &due);
   if (code != FARANDOLE_OK)
     throw std::runtime_error(std::string(farandole_last_error()) +
@@ -478,7 +493,7 @@ void Gradients::Accumulated(int32_t index) {
                              "gradients at the end of the pass");
   if (!slot.is_fresh)  // Autograd has added to what was there, by one write.
     if (int64_t* const additions = AdditionsTo(slot, slot.gradient())) ++*additions;
-  if (is_open_) {
+  if (due != kNoRound) {
     slot.made_in = StreamNow();
     if (due >= 0) Send(due);
     return;
@@ -516,7 +531,7 @@ void Gradients::Mark(int32_t index, void* in, void* out, farandole_vote vote) {
 
 void Gradients::Send(int32_t index) {
   GradientSlot& slot = *slots_[static_cast<size_t>(index)];
-  const py::object gradient = slot.MoveIntoView();
+  const py::object gradient = slot.gradient();
   slot.sparse = py::object();
   if (gradient.is_none()) return SendAbsent(slot, index);
   std::optional<Layout> layout = ReadDirectly(slot, gradient);
@@ -539,7 +554,7 @@ void Gradients::Send(int32_t index) {
   Mark(index, memory, memory, vote);
 }
 
-/// The result is allocated when the decision is executed, unless there is a view to hold it.
+/// The result is allocated when the decision is executed.
 void Gradients::SendAbsent(GradientSlot& slot, int32_t index) {
   const std::optional<Layout> parameter = Peek(slot.parameter);
   if (parameter && slot.look && !HasShape(parameter->tensor, slot.look->tensor))
@@ -547,12 +562,7 @@ void Gradients::SendAbsent(GradientSlot& slot, int32_t index) {
   slot.sent = slot.reduced = slot.buffer = py::object();
   slot.sent_version = std::nullopt;
   slot.is_present = slot.is_fresh = false;
-  void* out = nullptr;
-  if (slot.view) {
-    slot.buffer = slot.view;
-    out = AddressOf(Peek(slot.view)->tensor);
-  }
-  Mark(index, nullptr, out, FARANDOLE_ABSENT);
+  Mark(index, nullptr, nullptr, FARANDOLE_ABSENT);
 }
 
 /// What travels of a gradient that cannot be sent where it lies; null: nothing. In its own stream.
@@ -584,7 +594,7 @@ bool Gradients::HasOtherOwner(const py::object& gradient) const {
 }
 
 py::object Gradients::OwnMemory(GradientSlot& slot, const py::object& gradient) {
-  if (gradient.is_none() || gradient.is(slot.view)) return gradient;
+  if (gradient.is_none()) return gradient;
   const bool is_own = torch_.count_owners.is_none() ? !slot.is_fresh : !HasOtherOwner(gradient);
   if (is_own) return gradient;
   const py::object owner = Owner();
@@ -605,7 +615,6 @@ void Gradients::Compare() {
   const WaitGuard guard(waiting_);
   const int code = WaitInSlices(
       -1, [&](double slice_s) { return farandole_gradients_compare(handle, slice_s); });
-  if (code == FARANDOLE_MISMATCH) is_open_ = false;
   Check(code);
 }
 
@@ -628,14 +637,17 @@ void Gradients::End(bool is_left_to_user) {
   }
   if (HasSparse()) Check(farandole_gradients_raise_flag(get()));
   Check(farandole_gradients_end(get(), nullptr));
-  is_open_ = false;
-  is_pending_ = true;
 }
 
-void Gradients::Fail(const std::string& why) {
-  is_open_ = false;
-  is_pending_ = true;
-  Check(farandole_gradients_end(get(), why.c_str()));
+void Gradients::Fail(const std::string& why) { Check(farandole_gradients_end(get(), why.c_str())); }
+
+void Gradients::NoteFailure(const std::optional<std::string>& why) {
+  if (!is_gone()) Check(farandole_gradients_note_failure(handle_, why ? why->c_str() : nullptr));
+}
+
+void Gradients::Forget() {
+  farandole_gradients* const handle = is_gone() ? unbound_ : handle_;
+  if (handle != nullptr) Check(farandole_gradients_forget(handle));
 }
 
 void Gradients::Wait() {
@@ -645,7 +657,6 @@ void Gradients::Wait() {
   const int code = WaitInSlices(-1, [&](double slice_s) {
     return farandole_gradients_wait(handle, stream ? &*stream : nullptr, slice_s);
   });
-  is_pending_ = false;
   Check(code);
 }
 
@@ -742,7 +753,7 @@ void Gradients::ReleaseSparse() {
 /// failed.
 void Gradients::KeepMemory() {
   if (!is_cuda()) return;
-  if (const auto status = StatusOfDevice()) kept_.emplace_back(status->rounds, Memory());
+  if (CompleteRounds()) kept_.emplace_back(Status().rounds, Memory());
 }
 
 py::list Gradients::Memory() const {
@@ -756,28 +767,27 @@ py::list Gradients::Memory() const {
 farandole_round_status Gradients::Status() const {
   farandole_round_status status{};
   status.struct_size = sizeof status;
-  if (!is_gone()) Check(farandole_gradients_status(handle_, &status));
+  const farandole_gradients* const handle = is_gone() ? unbound_ : handle_;
+  if (handle != nullptr) Check(farandole_gradients_status(handle, &status));
   return status;
 }
 
 /// nullopt: after the context's end, or the device has failed; nothing touches memory any more.
-std::optional<farandole_round_status> Gradients::StatusOfDevice() const {
-  farandole_round_status status{};
-  status.struct_size = sizeof status;
-  if (is_gone() || farandole_gradients_status(handle_, &status) != FARANDOLE_OK)
+std::optional<int64_t> Gradients::CompleteRounds() const {
+  int64_t rounds = 0;
+  if (is_gone() || farandole_gradients_complete(handle_, &rounds) != FARANDOLE_OK)
     return std::nullopt;
-  return status;
+  return rounds;
 }
 
 bool Gradients::IsComplete() const {
-  const auto status = StatusOfDevice();
-  return !status || status->complete == status->rounds;
+  const std::optional<int64_t> complete = CompleteRounds();
+  return !complete || *complete == Status().rounds;
 }
 
 void Gradients::ReleaseCompleted() {
   if (kept_.empty()) return;
-  const auto status = StatusOfDevice();
-  const int64_t complete = status ? status->complete : INT64_MAX;
+  const int64_t complete = CompleteRounds().value_or(INT64_MAX);
   while (!kept_.empty() && kept_.front().first <= complete) {
     const py::object memory = std::move(kept_.front().second);  // May call Python when it goes.
     kept_.pop_front();
@@ -786,14 +796,14 @@ void Gradients::ReleaseCompleted() {
 
 /// Whether the round that was ended last has finished; its failure was reported already.
 bool Gradients::HasEnded() {
-  if (is_pending_)
-    is_pending_ = !is_gone() && farandole_gradients_wait(handle_, nullptr, 0) == FARANDOLE_PENDING;
-  return !is_pending_;
+  return is_gone() || Status().is_pending == 0 ||
+         farandole_gradients_wait(handle_, nullptr, 0) != FARANDOLE_PENDING;
 }
 
 void Gradients::Detach() {
-  if (is_gone() || (kept_.empty() && !is_pending_)) return;
-  if (is_pending_) kept_.emplace_back(INT64_MAX, Memory());
+  const bool is_pending = Status().is_pending != 0;
+  if (is_gone() || (kept_.empty() && !is_pending)) return;
+  if (is_pending) kept_.emplace_back(INT64_MAX, Memory());
   context_->detached_.push_back(shared_from_this());
   Clear();
 }
@@ -806,8 +816,8 @@ bool Gradients::HasSparse() const {
 
 int Gradients::Traverse(visitproc visit, void* argument) const {
   for (const auto& slot : slots_)
-    for (const py::object* object : {&slot->parameter, &slot->codec, &slot->view, &slot->sent,
-                                     &slot->buffer, &slot->sparse, &slot->reduced})
+    for (const py::object* object : {&slot->parameter, &slot->codec, &slot->sent, &slot->buffer,
+                                     &slot->sparse, &slot->reduced})
       if (const int code = Visit(*object, visit, argument); code != 0) return code;
   return Visit(like_, visit, argument);
 }

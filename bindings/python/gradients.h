@@ -5,7 +5,7 @@
 // hooks, and tensors as they are sent and come back, read by DLPack's C functions in host memory
 // and on GPUs alike. What a gradient may be besides (sparse, compressed by a class of the user, on
 // another device, in another memory order) is left to the methods of a Python object, the *owner*
-// (farandole/torch/_reducer.py), one gradient at a time.
+// (farandole/torch/optimizer/_reducer.py), one gradient at a time.
 //
 // Needs the GIL, as context.h says; hooks may be called on any thread.
 #pragma once
@@ -39,10 +39,6 @@ struct GradientSlot {
   bool is_channels_last = false;  ///< They travel in that memory order, otherwise in C order.
   std::optional<Layout> look;     ///< The parameter then; nullopt: it could not be read.
   bool was_live = false;          ///< IsLive() then.
-
-  /// A tensor in memory where ranks reduce without copies: the gradient is moved there when it is
-  /// accumulated or sent. Null: it stays where it is.
-  pybind11::object view;
 
   /// The stream in which the gradient was accumulated; nullopt: in host memory.
   std::optional<farandole_stream> made_in;
@@ -82,9 +78,6 @@ struct GradientSlot {
   void NoteSent(const pybind11::object& gradient);
   /// Whether the gradient is another one than the one that was sent, or was written to since.
   bool HasChanged() const;
-  /// Makes the view the gradient, with its values. Gives the gradient as it is then: what was
-  /// there before if there is no view, or it cannot hold that.
-  pybind11::object MoveIntoView();
   /// Of the parameter when its gradients were defined.
   pybind11::tuple Shape() const;
   /// Whether there is a gradient, or can be one.
@@ -147,7 +140,14 @@ class Gradients : public Child, public std::enable_shared_from_this<Gradients> {
   void BeforeAccumulation(int32_t index);
   void AfterAccumulation(int32_t index);
 
-  void CountPass(bool is_no_sync);
+  /// Goes on in another context after the end of its own, of which it keeps what is known of the
+  /// gradients; see farandole_gradients_rebind. No gradient counts as reduced.
+  /// @param set, labels  Of that context; as in the constructor.
+  void Rebind(std::shared_ptr<Context> context, uint32_t set,
+              const std::vector<std::string>& labels);
+  /// A backward pass begins. @return whether it is the last of its window.
+  bool CountPass(bool is_no_sync);
+  void SetPasses(int passes);
   /// A round begins.
   void Open();
   /// A gradient was accumulated: sends the one that is due.
@@ -167,6 +167,10 @@ class Gradients : public Child, public std::enable_shared_from_this<Gradients> {
   void End(bool is_left_to_user);
   /// Ends the round, or one that was not opened, as failed on all ranks.
   void Fail(const std::string& why);
+  /// The results of the round are not used: why, or nullopt, as the wait was interrupted.
+  void NoteFailure(const std::optional<std::string>& why);
+  /// The gradients are given up.
+  void Forget();
   /// Waits for the round; on a GPU the current stream does. Interruptible.
   void Wait();
   /// The round is complete: gives every parameter its result.
@@ -184,7 +188,7 @@ class Gradients : public Child, public std::enable_shared_from_this<Gradients> {
   void ForgetReduced();
   /// This rank has, or some rank had, a sparse gradient where this rank has one.
   bool HasSparse() const;
-  /// All zero after the context's end.
+  /// All zero in a forked child.
   farandole_round_status Status() const;
 
   /// Whether the memory of all rounds waited for is touched no more.
@@ -201,8 +205,6 @@ class Gradients : public Child, public std::enable_shared_from_this<Gradients> {
   int Traverse(visitproc visit, void* argument) const;
   void Clear();
 
-  bool is_open() const { return is_open_; }
-  bool is_pending() const { return is_pending_; }
   bool is_running = false;  ///< A backward pass is, and its first hook has been called.
   pybind11::object task =
       pybind11::none();  ///< The number of the graph task that was let in; None: none.
@@ -223,6 +225,7 @@ class Gradients : public Child, public std::enable_shared_from_this<Gradients> {
   /// Released; or it is the parent's, and this a forked child.
   bool is_gone() const { return handle_ == nullptr || context_->is_forgotten(); }
   bool HasEnded();
+  static std::vector<const char*> ToTexts(const std::vector<std::string>& labels);
   pybind11::object Owner() const;
   bool is_cuda() const { return device_.device_type == kDLCUDA; }
   std::optional<farandole_stream> StreamNow() const;
@@ -237,21 +240,20 @@ class Gradients : public Child, public std::enable_shared_from_this<Gradients> {
   pybind11::object TakeNew(int32_t index);
   bool HasOtherOwner(const pybind11::object& gradient) const;
   void KeepMemory();
-  std::optional<farandole_round_status> StatusOfDevice() const;
+  std::optional<int64_t> CompleteRounds() const;
   pybind11::list Memory() const;
 
   const pybind11::object owner_;  // a weak reference
   const TorchFunctions torch_;
   const Settings settings_;
-  const ArrayType* type_ = nullptr;  // of parameters; nullptr: there are none
-  farandole_gradients* handle_ = nullptr;
+  const ArrayType* type_ = nullptr;         // of parameters; nullptr: there are none
+  farandole_gradients* handle_ = nullptr;   // nullptr: the context has ended
+  farandole_gradients* unbound_ = nullptr;  // that it was then, of no context
   std::vector<std::shared_ptr<GradientSlot>> slots_;
   std::mutex new_results_mutex_;  // of the next while a round is in flight
   std::vector<NewResult> new_results_;
   DLDevice device_{kDLCPU, 0};  // where gradients travel
   pybind11::object like_ = pybind11::none();
-  bool is_open_ = false;     // a round is: accumulated gradients belong to it
-  bool is_pending_ = false;  // it has ended, and nobody has waited for it
   int waiting_ = 0;
   std::deque<std::pair<int64_t, pybind11::object>> kept_;  // by the number of rounds waited for
 };

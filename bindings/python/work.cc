@@ -366,12 +366,11 @@ std::vector<farandole_output> Work::Outputs() const {
   return outputs;
 }
 
-/// Of a reducescatter this rank's split: the first (rows % size) ranks have one more.
+/// Where rows may differ, that of as many rows as the source has.
 std::vector<int64_t> Work::ResultShape(const Array& source) const {
   std::vector<int64_t> shape(source.shape, source.shape + source.ndim);
-  if (kind_ != FARANDOLE_REDUCESCATTER) return shape;
-  const Context::SetInfo set = context_->InfoOf(set_);
-  shape[0] = shape[0] / set.size + (set.rank < shape[0] % set.size ? 1 : 0);
+  if (kind_ == FARANDOLE_REDUCESCATTER)
+    Check(farandole_output_rows(context_->get(), kind_, set_, shape[0], shape.data()));
   return shape;
 }
 
@@ -386,7 +385,7 @@ py::object Work::Wait() {
   }
   const std::lock_guard lock(wait_mutex_, std::adopt_lock);
   RefuseSpent();
-  if (is_gone()) ThrowInternal(kClosed);
+  if (is_gone()) context_->ThrowClosed();
   try {
     py::object result;
     {

@@ -1,6 +1,5 @@
 #include "coordinator/control/frame_coalescer.h"
 
-#include <optional>
 #include <string>
 #include <utility>
 
@@ -9,17 +8,17 @@
 namespace farandole {
 namespace {
 
+constexpr const char* kFailed = " failed: ";
+
 /// A call that is wrong on one rank is not wrong on the others.
 Code CodeElsewhere(Code code) { return code == Code::kInvalidArgument ? Code::kAborted : code; }
-
-std::string NameOf(int rank) { return "rank " + std::to_string(rank); }
 
 /// Rank -1: rank 0 has decided it for all ranks, and the text names nobody who failed. What a rank
 /// reports of another one, which is lost, names that one.
 Status StatusOf(const AbortMessage& abort) {
   const std::vector<int32_t>& ranks = abort.facts.ranks;
   const bool is_own = abort.rank >= 0 && (ranks.empty() || ranks.front() == abort.rank);
-  return {abort.code, (is_own ? NameOf(abort.rank) + " failed: " : "") + abort.text, abort.facts};
+  return {abort.code, (is_own ? RankName(abort.rank) + kFailed : "") + abort.text, abort.facts};
 }
 
 /// StatusOf puts the rank in front on the other side, where it should not stand twice.
@@ -28,11 +27,20 @@ AbortMessage AbortOf(int rank, const Status& error) {
   return {rank, CodeElsewhere(error.code()), facts.cause, facts};
 }
 
+/// Of which StatusOf makes the same again.
+AbortMessage SharedAbort(const Status& error) {
+  const FailureFacts& facts = error.facts();
+  const int of = facts.ranks.empty() ? -1 : facts.ranks.front();
+  const bool is_own = error.message() == RankName(of) + kFailed + facts.cause;
+  return {is_own ? of : -1, error.code(), is_own ? facts.cause : error.message(), facts};
+}
+
 }  // namespace
 
-FrameCoalescer::FrameCoalescer(Transport& transport, Counters& counters)
+FrameCoalescer::FrameCoalescer(Transport& transport, Counters& counters, Liveness& liveness)
     : transport_(transport),
       counters_(counters),
+      liveness_(liveness),
       outgoing_(static_cast<size_t>(transport.size())) {}
 
 // A peer is the parent or a child, so its buffer holds frames of one direction. It is in waiting_
@@ -76,16 +84,14 @@ Result<int> FrameCoalescer::Receive(Negotiation& negotiation, int limit) {
     Result<std::optional<Transport::Incoming>> polled = transport_.Poll();
     if (!polled.ok()) return polled.status();
     if (!polled.value().has_value()) break;
-    const Transport::Incoming& incoming = *polled.value();
-    if (!incoming.lost.ok()) return FailedOn(incoming.from, incoming.lost);
     counters_.Add(Counter::kMessagesReceived);
-    FARANDOLE_RETURN_IF_ERROR(Dispatch(negotiation, incoming));
+    FARANDOLE_RETURN_IF_ERROR(Dispatch(negotiation, *polled.value()));
   }
   return received;
 }
 
 // Frames are applied in the order of the link, on which the protocol rests. Nothing behind an Abort
-// is read, as all work ends with its error.
+// is read, as all work ends with its error; it has a transport message to itself.
 Status FrameCoalescer::Dispatch(Negotiation& negotiation, const Transport::Incoming& incoming) {
   FrameReader reader(incoming.data);
   for (;;) {
@@ -96,8 +102,8 @@ Status FrameCoalescer::Dispatch(Negotiation& negotiation, const Transport::Incom
     }
     if (next.value() == FrameReader::Kind::kEnd) return {};
     if (next.value() == FrameReader::Kind::kAbort) {
-      abort_ = reader.abort();
-      return StatusOf(*abort_);
+      liveness_.Hear(incoming.data);
+      return StatusOf(reader.abort());
     }
     FARANDOLE_RETURN_IF_ERROR(next.value() == FrameReader::Kind::kUp
                                   ? negotiation.ReceiveUp(incoming.from, up_)
@@ -105,14 +111,10 @@ Status FrameCoalescer::Dispatch(Negotiation& negotiation, const Transport::Incom
   }
 }
 
-void FrameCoalescer::SpreadAbort(const Status& own, bool is_agreed) {
+void FrameCoalescer::SpreadAbort(const Status& error, bool is_shared) {
   const int size = transport_.size();
   const int rank = transport_.rank();
-  std::vector<std::byte> frame;
-  // Who passes on a peer's error leaves rank and cause as they are, so all ranks report the same.
-  AbortMessage abort = abort_ ? *abort_ : AbortOf(rank, own);
-  if (!abort_ && is_agreed) abort = {-1, own.code(), own.message(), own.facts()};
-  Encode(abort, frame);
+  const std::vector<std::byte> frame = EncodeFailure(rank, error, is_shared);
   // The receivers end all their work, so what waits is of no use to them.
   for (const int to : waiting_) outgoing_[static_cast<size_t>(to)].bytes.clear();
   waiting_.clear();
@@ -127,33 +129,18 @@ void FrameCoalescer::SpreadAbort(const Status& own, bool is_agreed) {
 }
 
 // For an engine with a final error: nothing is applied any more, and errors of the transport add
-// nothing, but for the loss of a peer of whose process something is known. It has no bytes.
-Status FrameCoalescer::Drain(int limit) {
+// nothing.
+void FrameCoalescer::Drain(int limit) {
   for (int taken = 0; taken < limit; ++taken) {
-    Result<std::optional<Transport::Incoming>> polled = transport_.Poll();
-    if (!polled.ok() || !polled.value().has_value()) break;
-    const Transport::Incoming& incoming = *polled.value();
-    const FailureFacts& facts = incoming.lost.facts();
-    const bool says_why = facts.pid != 0 || facts.kind != FailureKind::kUnknown;
-    if (cause_.ok() && says_why) cause_ = incoming.lost;
-    LookForAbort(incoming);
-  }
-  return abort_ ? StatusOf(*abort_) : cause_;
-}
-
-// Frames have to be decoded one after the other to find where the next one begins. A malformed one
-// ends the search.
-void FrameCoalescer::LookForAbort(const Transport::Incoming& incoming) {
-  FrameReader reader(incoming.data);
-  for (Result<FrameReader::Kind> next = reader.Next(up_, down_);
-       next.ok() && next.value() != FrameReader::Kind::kEnd; next = reader.Next(up_, down_)) {
-    if (next.value() == FrameReader::Kind::kAbort && !abort_) abort_ = reader.abort();
+    const Result<std::optional<Transport::Incoming>> polled = transport_.Poll();
+    if (!polled.ok() || !polled.value().has_value()) return;
+    liveness_.Hear(polled.value()->data);
   }
 }
 
-std::vector<std::byte> EncodeFailure(int rank, const Status& error) {
+std::vector<std::byte> EncodeFailure(int rank, const Status& error, bool is_shared) {
   std::vector<std::byte> bytes;
-  Encode(AbortOf(rank, error), bytes);
+  Encode(is_shared ? SharedAbort(error) : AbortOf(rank, error), bytes);
   return bytes;
 }
 

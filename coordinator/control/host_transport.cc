@@ -31,7 +31,6 @@ size_t RingBytes(size_t ranks) {
 /// each, by position. In shared memory; zero at first.
 struct Presence {
   alignas(64) std::atomic<uint32_t> attached;  // has a transport: its Allgathers have ended
-  std::atomic<uint32_t> left;                  // and needs it no more: it has ended well
 };
 struct Pending {
   alignas(64) std::atomic<uint64_t> bits;
@@ -85,6 +84,7 @@ struct Outbox {
   Doorbell& bell;                       // of the peer
   std::vector<std::byte> waiting = {};  // what the ring had no room for
   size_t sent = 0;                      // of `waiting`
+  bool is_gone = false;                 // the peer, and with it who reads
 };
 
 /// The way from a peer, and the message that is coming in.
@@ -93,18 +93,15 @@ struct Inbox {
   Header length = 0;
   size_t received = 0;                  // bytes of the header and then of the message
   std::vector<std::byte> message = {};  // only grows
-  bool is_lost = false;                 // has died, or does not run
-  bool dead = false;                    // has died: nothing is written any more
-  Status lost = {};                     // why, once it is lost and until it has been reported
 };
 
 class HostTransport final : public Transport {
  public:
   HostTransport(std::shared_ptr<Transport> between_hosts, std::shared_ptr<HostMemory> memory,
-                const PeerWatch* peers)
+                const Liveness* liveness)
       : between_hosts_(std::move(between_hosts)),
         memory_(std::move(memory)),
-        peers_(peers),
+        liveness_(liveness),
         boxes_(*memory_),
         position_(static_cast<size_t>(size()), kElsewhere),
         unread_(Words(ranks().size())) {
@@ -127,13 +124,11 @@ class HostTransport final : public Transport {
   Status Send(int to, std::span<const std::byte> data) override {
     if (!IsHere(to)) return between_hosts_->Send(to, data);
     const auto position = static_cast<size_t>(position_[Index(to)]);
-    if (inboxes_[position].dead) {
-      return HasLeft(position) ? Status() : Unavailable("rank " + std::to_string(to) + " is lost");
-    }
     if (data.size() > kMostBytes) {
       return InvalidArgument("control message of " + std::to_string(data.size()) + " bytes");
     }
     Outbox& out = outboxes_[position];
+    if (out.is_gone) return {};
     const auto length = static_cast<Header>(data.size());
     const std::span<const std::byte> head = std::as_bytes(std::span(&length, 1));
     const size_t taken = out.waiting.empty() ? out.ring.Write(head, data) : 0;
@@ -144,7 +139,7 @@ class HostTransport final : public Transport {
 
   Result<std::optional<Incoming>> Poll() override {
     if (waiting_ > 0) SendWaiting();
-    if (peers_ != nullptr && peers_->losses() != losses_) NoteLosses();
+    if (liveness_ != nullptr && liveness_->ends() != ends_) NoteEnds();
     for (size_t word = 0; word < unread_.size(); ++word) {
       std::atomic<uint64_t>& pending = boxes_.PendingOf(me_)[word].bits;
       if (pending.load(std::memory_order_relaxed) != 0) unread_[word] |= pending.exchange(0);
@@ -181,7 +176,7 @@ class HostTransport final : public Transport {
   }
 
   void Leave() override {
-    boxes_.PresenceOf(me_).left.store(1);
+    boxes_.Pulses()[me_].left.store(1);
     between_hosts_->Leave();
   }
 
@@ -194,8 +189,6 @@ class HostTransport final : public Transport {
   bool IsHere(int rank) const { return position_[Index(rank)] != kElsewhere; }
 
   bool NeedsMpi() const { return spans_hosts_ || !HasStarted() || !between_hosts_->Drained(); }
-
-  bool HasLeft(size_t position) const { return boxes_.PresenceOf(position).left.load() != 0; }
 
   bool HasStarted() const {
     while (started_ < ranks().size() && boxes_.PresenceOf(started_).attached.load() != 0) {
@@ -248,7 +241,7 @@ class HostTransport final : public Transport {
     --waiting_;
   }
 
-  // The next message of a peer, if it is complete; then, should it have died, that it is lost.
+  // The next message of a peer, if it is complete.
   Result<std::optional<Incoming>> Take(size_t from) {
     Inbox& in = inboxes_[from];
     const bool complete = Receive(in);
@@ -257,12 +250,9 @@ class HostTransport final : public Transport {
                       std::to_string(in.length) + " bytes");
     }
     if (in.ring.TakeRequest()) outboxes_[from].bell.Ring();
-    if (complete) {
-      in.received = 0;
-      return std::optional(Incoming{ranks()[from], {in.message.data(), in.length}, Status()});
-    }
-    if (in.lost.ok() || HasLeft(from)) return std::optional<Incoming>();
-    return std::optional(Incoming{ranks()[from], {}, std::exchange(in.lost, {})});
+    if (!complete) return std::optional<Incoming>();
+    in.received = 0;
+    return std::optional(Incoming{ranks()[from], {in.message.data(), in.length}});
   }
 
   // Goes on with the message that is coming in. @return Whether it is complete.
@@ -278,25 +268,21 @@ class HostTransport final : public Transport {
     return in.received == head.size() + in.length;
   }
 
-  // What they have sent before is read first; what is for those who have died goes nowhere, while a
-  // stopped one finds out why it was given up when it runs again.
-  void NoteLosses() {
-    losses_ = peers_->losses();
-    for (size_t i = 0; i < peers_->size(); ++i) {
-      const auto position = static_cast<size_t>(position_[Index(peers_->rank(i))]);
-      Inbox& in = inboxes_[position];
-      if (in.is_lost || !peers_->IsLost(i)) continue;
-      in.is_lost = true;
-      in.dead = peers_->HasEnded(i);
-      in.lost = peers_->WhyLost(i);
-      unread_[position / 64] |= uint64_t{1} << position % 64;
-      if (in.dead && !outboxes_[position].waiting.empty()) DropWaiting(outboxes_[position]);
+  // What they have sent before is read once more, as who dies may not come to say that it is there.
+  void NoteEnds() {
+    ends_ = liveness_->ends();
+    for (size_t i = 0; i < ranks().size(); ++i) {
+      Outbox& out = outboxes_[i];
+      if (out.is_gone || !liveness_->HasEnded(ranks()[i])) continue;
+      out.is_gone = true;
+      unread_[i / 64] |= uint64_t{1} << i % 64;
+      if (!out.waiting.empty()) DropWaiting(out);
     }
   }
 
   const std::shared_ptr<Transport> between_hosts_;  // MPI
   const std::shared_ptr<HostMemory> memory_;
-  const PeerWatch* const peers_;
+  const Liveness* const liveness_;
   const Mailboxes boxes_;
   std::vector<int> position_;     // by rank: among the ranks of this host, or kElsewhere
   size_t me_ = 0;                 // the position of this rank
@@ -306,7 +292,7 @@ class HostTransport final : public Transport {
   std::vector<Inbox> inboxes_;    // by position
   std::vector<uint64_t> unread_;  // whose rings may hold something: a bit for each position
   int waiting_ = 0;               // outboxes that have something waiting
-  int losses_ = 0;                // that have been noted
+  int ends_ = 0;                  // of processes, that have been noted
   mutable size_t started_ = 0;    // so many ranks, in order, are known to have ended their start
 };
 
@@ -325,8 +311,8 @@ std::span<Pulse> PulsesOf(const HostMemory& memory) { return Mailboxes(memory).P
 
 std::unique_ptr<Transport> MakeHostTransport(std::shared_ptr<Transport> between_hosts,
                                              std::shared_ptr<HostMemory> memory,
-                                             const PeerWatch* peers) {
-  return std::make_unique<HostTransport>(std::move(between_hosts), std::move(memory), peers);
+                                             const Liveness* liveness) {
+  return std::make_unique<HostTransport>(std::move(between_hosts), std::move(memory), liveness);
 }
 
 }  // namespace farandole

@@ -6,8 +6,9 @@
 #include <span>
 #include <vector>
 
-#include "coordinator/control/peer_watch.h"
+#include "coordinator/control/pulse.h"
 #include "core/flight_recorder.h"
+#include "core/liveness.h"
 #include "core/transport.h"
 #include "ops/shm/host_memory.h"
 
@@ -29,16 +30,15 @@ std::span<Pulse> PulsesOf(const HostMemory& memory);
 ///
 /// Messages longer than a ring pass it slice by slice; what it cannot take waits in the sender.
 /// A rank that needs no other link while it works is not polled for and never polls: see
-/// PollAfterNs. Who dies is reported as lost, after the messages that were complete; who has called
-/// Leave before is not.
+/// PollAfterNs. What is for a rank whose process has ended is dropped.
 ///
 /// @param between_hosts  Has ended its last Allgather on this rank.
 /// @param memory  Of this host, with MailboxBytes; all its ranks get such a transport, unless they
 ///                fail before.
-/// @param peers  Which of them die; nullptr: none is watched. Outlives the transport.
+/// @param liveness  Which of them end; nullptr: nobody knows. Outlives the transport.
 /// Thread safety: the holder of the engine lock only. Messages of one sender keep their order.
 std::unique_ptr<Transport> MakeHostTransport(std::shared_ptr<Transport> between_hosts,
                                              std::shared_ptr<HostMemory> memory,
-                                             const PeerWatch* peers);
+                                             const Liveness* liveness);
 
 }  // namespace farandole

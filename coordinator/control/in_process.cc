@@ -13,7 +13,6 @@ namespace {
 struct Message {
   int from = 0;  // rank
   std::vector<std::byte> data;
-  Status lost;  // not OK: `from` is lost, and `data` is empty
 };
 
 // A queue as a ring of messages that keep their buffers. A deque would allocate and free blocks as
@@ -55,6 +54,7 @@ struct alignas(64) Mailbox {
   std::mutex lock;                  // of all below; `news` is written under it only
   MessageRing waiting;              // oldest first
   Doorbell* doorbell = nullptr;     // of the endpoint; nullptr: nobody is notified
+  Liveness* liveness = nullptr;     // of the endpoint; may be nullptr
   bool closed = false;              // the endpoint is gone
   std::vector<LinkCount> received;  // by sender
   std::atomic<bool> news{false};    // `waiting` is not empty; read without the lock
@@ -90,7 +90,6 @@ class InProcessHub::Impl {
     Message& message = box.waiting.PushBack();
     message.from = from;
     message.data.assign(data.begin(), data.end());
-    message.lost = Status();
     Dispatch(box);
     return Status();
   }
@@ -101,12 +100,7 @@ class InProcessHub::Impl {
       if (to == rank) continue;
       Mailbox& box = Box(to);
       const std::lock_guard<std::mutex> guard(box.lock);
-      if (box.closed) continue;
-      Message& message = box.waiting.PushBack();
-      message.from = rank;
-      message.data.clear();
-      message.lost = why;
-      Dispatch(box);
+      if (!box.closed && box.liveness != nullptr) box.liveness->Note(FailedOn(rank, why));
     }
   }
 
@@ -163,9 +157,11 @@ class InProcessHub::Impl {
 
 class InProcessHub::Endpoint final : public Transport {
  public:
-  Endpoint(Impl& hub, int rank, Doorbell* doorbell) : hub_(hub), box_(hub.Box(rank)), rank_(rank) {
+  Endpoint(Impl& hub, int rank, Doorbell* doorbell, Liveness* liveness)
+      : hub_(hub), box_(hub.Box(rank)), rank_(rank) {
     const std::lock_guard<std::mutex> guard(box_.lock);
     box_.doorbell = doorbell;
+    box_.liveness = liveness;
   }
   ~Endpoint() override {
     // Under the lock, so no sender is ringing the doorbell when its owner destroys it.
@@ -192,7 +188,7 @@ class InProcessHub::Endpoint final : public Transport {
       box_.waiting.PopFront(current_);
       if (box_.waiting.empty()) box_.news.store(false, std::memory_order_relaxed);
     }
-    return std::optional<Incoming>(Incoming{current_.from, current_.data, current_.lost});
+    return std::optional<Incoming>(Incoming{current_.from, current_.data});
   }
 
   int64_t PollAfterNs(bool, int64_t) const override { return kByDoorbell; }
@@ -216,8 +212,8 @@ InProcessHub::~InProcessHub() = default;
 
 int InProcessHub::size() const { return impl_->size(); }
 
-std::unique_ptr<Transport> InProcessHub::Create(int rank, Doorbell* doorbell) {
-  return std::make_unique<Endpoint>(*impl_, rank, doorbell);
+std::unique_ptr<Transport> InProcessHub::Create(int rank, Doorbell* doorbell, Liveness* liveness) {
+  return std::make_unique<Endpoint>(*impl_, rank, doorbell, liveness);
 }
 
 void InProcessHub::Disconnect(int rank, const Status& why) { impl_->Disconnect(rank, why); }

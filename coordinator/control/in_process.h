@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "core/doorbell.h"
+#include "core/liveness.h"
 #include "core/status.h"
 #include "core/transport.h"
 
@@ -32,10 +33,10 @@ class InProcessHub {
 
   int size() const;
   /// The endpoint of `rank`; once per rank. A message for it rings `doorbell` (nullptr: nobody is
-  /// notified), which outlives the endpoint. What is sent to an endpoint that is gone is dropped.
-  std::unique_ptr<Transport> Create(int rank, Doorbell* doorbell);
-  /// Declares `rank` lost: all others are notified once, with `why`, after what it had sent before,
-  /// and sending to it fails.
+  /// notified), which outlives the endpoint, as `liveness` does. What is sent to an endpoint that
+  /// is gone is dropped.
+  std::unique_ptr<Transport> Create(int rank, Doorbell* doorbell, Liveness* liveness = nullptr);
+  /// Declares `rank` lost: `why` is noted once in the others' `liveness`, and sending to it fails.
   void Disconnect(int rank, const Status& why);
   /// What `from` has sent to `to` so far.
   LinkCount Sent(int from, int to) const;

@@ -32,37 +32,6 @@ size_t MostKept() {
   return std::min<size_t>(kMostKept, limit.rlim_cur / 4);
 }
 
-void PutText(const std::string& text, std::vector<std::byte>& out) {
-  Put(static_cast<uint8_t>(text.size()), out);
-  for (const char c : text) out.push_back(static_cast<std::byte>(c));
-}
-
-void PutAddresses(const std::vector<SocketAddress>& addresses, std::vector<std::byte>& out) {
-  const size_t count = std::min(addresses.size(), kMaxAddresses);
-  Put(static_cast<uint8_t>(count), out);
-  for (size_t i = 0; i < count; ++i) PutText(addresses[i].ToString(), out);
-}
-
-std::string GetText(ByteReader& reader, const char* what) {
-  std::string text(reader.Get<uint8_t>(what), ' ');
-  for (char& c : text) c = reader.Get<char>(what);
-  return text;
-}
-
-Result<std::vector<SocketAddress>> GetAddresses(ByteReader& reader) {
-  std::vector<SocketAddress> addresses;
-  const auto count = reader.Get<uint8_t>("number of addresses");
-  if (count > kMaxAddresses) return Internal("join: too many addresses");
-  for (int i = 0; i < count; ++i) {
-    const std::string text = GetText(reader, "address");
-    if (text.size() > kMaxAddressText) return Internal("join: an address is too long");
-    Result<SocketAddress> address = ParseSocketAddress(text);
-    if (!address.ok()) return Internal("join: " + address.status().message());
-    addresses.push_back(address.value());
-  }
-  return addresses;
-}
-
 std::string Seconds(int64_t ns) {
   const int64_t tenths = (ns + kNsPerSecond / 20) / (kNsPerSecond / 10);
   return std::to_string(tenths / 10) + (tenths % 10 == 0 ? "" : "." + std::to_string(tenths % 10)) +
@@ -159,8 +128,11 @@ class Registry {
     std::vector<ProcessName> processes;
     for (const auto& [rank, known] : ranks_) processes.push_back(known.process);
     return [processes](int rank) {
-      return "rank 0, " + processes[0].ToString() + ", has started its job with " +
-             processes[static_cast<size_t>(rank)].ToString() + " as " + RankName(rank);
+      const std::string first = "rank 0, " + processes[0].ToString() + ", has started its job ";
+      const auto at = static_cast<size_t>(rank);
+      if (at >= processes.size())
+        return first + "of " + std::to_string(processes.size()) + " ranks";
+      return first + "with " + processes[at].ToString() + " as " + RankName(rank);
     };
   }
 
@@ -180,6 +152,12 @@ class Registry {
     const ProcessName& process = came.value().process;
     const std::string name = RankName(event.from);
     const std::string who = event.address.ToString() + ", " + process.ToString() + ",";
+    if (came.value().size != hub_.size() || event.from >= hub_.size()) {
+      return Reject(event,
+                    who + " says it is " + name + " of " + std::to_string(came.value().size) +
+                        ", but rank 0's job has " + std::to_string(hub_.size()) + " ranks",
+                    FrameType::kOtherSize);
+    }
     if (is_public_ && AreOfOtherJobs(process, ranks_.at(0).process)) {
       return Reject(event, who + " says it is " + name + ", but rank 0 is " +
                                ranks_.at(0).process.ToString());
@@ -202,9 +180,10 @@ class Registry {
     hub_.SendOnJoin(event.connection, FrameType::kAccepted, {&keeps, 1}, !is_kept);
   }
 
-  void Reject(const HubEvent& event, const std::string& why) {
+  void Reject(const HubEvent& event, const std::string& why,
+              FrameType type = FrameType::kRejected) {
     conflict_ = why + (is_public_ ? kTwoJobs : "");
-    hub_.SendOnJoin(event.connection, FrameType::kRejected, TextBytes(conflict_), true);
+    hub_.SendOnJoin(event.connection, type, TextBytes(conflict_), true);
   }
 
   StreamHub& hub_;
@@ -232,6 +211,7 @@ class Joiner {
         deadline_ns_(options.clock->NowNs() + options.timeout_ns) {
     FillRandom(std::as_writable_bytes(std::span(&registration_.instance, 1)));
     registration_.process = ThisProcess();
+    registration_.size = hub.size();
   }
 
   Status Run() {
@@ -269,6 +249,11 @@ class Joiner {
     if (!answer) return false;
     if (answer->kind != HubEvent::Kind::kFrame) return reason_ = answer->status.message(), false;
     if (answer->type == FrameType::kRejected) return InvalidArgument(TextOf(answer->data));
+    if (answer->type == FrameType::kOtherSize) {
+      reason_ = TextOf(answer->data);
+      if (keeps_trying_) return false;
+      return Mismatch(reason_);
+    }
     if (answer->type == FrameType::kStarted) {
       started_ = WhyStarted(*answer);
       return reason_.clear(), false;
@@ -388,56 +373,65 @@ class Joiner {
 
 }  // namespace
 
+template <class Archive>
+void Fields(Archive& archive, Of<Archive, SocketAddress>& address) {
+  std::string text = Archive::kReads ? "" : address.ToString();
+  archive.Text("address", text, kMaxAddressText);
+  if constexpr (Archive::kReads) {
+    const Result<SocketAddress> parsed = ParseSocketAddress(text);
+    if (!parsed.ok()) return archive.Refuse(parsed.status().message());
+    address = parsed.value();
+  }
+}
+
+template <class Archive>
+void Fields(Archive& archive, Of<Archive, TableEntry>& entry) {
+  archive.Number("rank", entry.rank, 0);
+  archive.List("addresses", entry.addresses, kMaxAddresses);
+}
+
+template <class Archive>
+void Fields(Archive& archive, Of<Archive, Registration>& registration) {
+  archive.Number("instance", registration.instance);
+  archive.Number("process", registration.process.pid);
+  archive.Number("user", registration.process.user);
+  archive.Text("host", registration.process.host, UINT8_MAX);
+  archive.Text("program", registration.process.program, UINT8_MAX);
+  archive.List("addresses", registration.addresses, kMaxAddresses);
+  archive.Number("number of ranks", registration.size);
+}
+
 std::string EncodeRegistration(const Registration& registration) {
   std::vector<std::byte> out;
-  Put(registration.instance, out);
-  Put(registration.process.pid, out);
-  Put(registration.process.user, out);
-  PutText(registration.process.host, out);
-  PutText(registration.process.program, out);
-  PutAddresses(registration.addresses, out);
+  ByteWriter writer(out);
+  Fields(writer, registration);
   return TextOf(out);
 }
 
 Result<Registration> DecodeRegistration(ByteSpan bytes) {
   ByteReader reader(bytes);
   Registration registration;
-  registration.instance = reader.Get<uint64_t>("instance");
-  registration.process.pid = reader.Get<uint32_t>("process");
-  registration.process.user = reader.Get<uint32_t>("user");
-  registration.process.host = GetText(reader, "host");
-  registration.process.program = GetText(reader, "program");
-  Result<std::vector<SocketAddress>> addresses = GetAddresses(reader);
-  if (!addresses.ok()) return addresses.status();
+  Fields(reader, registration);
   FARANDOLE_RETURN_IF_ERROR(reader.Finish());
-  registration.addresses = std::move(addresses.value());
   return registration;
 }
 
 std::string EncodeTable(const std::vector<TableEntry>& table) {
   std::vector<std::byte> out;
-  Put(static_cast<uint32_t>(table.size()), out);
-  for (const TableEntry& entry : table) {
-    Put(static_cast<uint32_t>(entry.rank), out);
-    PutAddresses(entry.addresses, out);
-  }
+  ByteWriter(out).List("ranks", table, table.size());
   return TextOf(out);
 }
 
 Result<std::vector<TableEntry>> DecodeTable(ByteSpan bytes, int size) {
   ByteReader reader(bytes);
   std::vector<TableEntry> table;
-  const auto count = reader.Get<uint32_t>("number of ranks");
-  if (count > static_cast<uint32_t>(size)) return Internal("join: a table of too many ranks");
-  for (uint32_t i = 0; i < count; ++i) {
-    const auto rank = reader.Get<uint32_t>("rank");
-    const bool ascends = table.empty() || static_cast<int64_t>(rank) > table.back().rank;
-    if (rank >= static_cast<uint32_t>(size) || !ascends) return Internal("join: a table's ranks");
-    Result<std::vector<SocketAddress>> addresses = GetAddresses(reader);
-    if (!addresses.ok()) return addresses.status();
-    table.push_back({static_cast<int>(rank), std::move(addresses.value())});
-  }
+  reader.List("ranks", table, static_cast<size_t>(size));
   FARANDOLE_RETURN_IF_ERROR(reader.Finish());
+  const bool ascends =
+      std::ranges::adjacent_find(table, std::greater_equal<>(), &TableEntry::rank) == table.end();
+  if (!ascends || (!table.empty() && table.back().rank >= size)) {
+    return Internal("join: a table's ranks");
+  }
   return table;
 }
 

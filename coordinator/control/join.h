@@ -26,6 +26,7 @@ struct Registration {
   uint64_t instance = 0;  ///< Random: tells a second process of this rank from a second try.
   ProcessName process;
   std::vector<SocketAddress> addresses;  ///< Where it listens, best first.
+  int32_t size = 0;                      ///< How many ranks it expects, itself among them.
 };
 std::string EncodeRegistration(const Registration& registration);
 /// @return Internal if `bytes` is malformed.
@@ -64,9 +65,9 @@ Status JoinAsRoot(StreamHub& hub, const std::vector<SocketAddress>& own,
 /// says
 ///                      may be out of date.
 /// @return Timeout naming both ends and the last reason, or the ranks that did not come; Mismatch
-/// saying what differs from rank 0; InvalidArgument if this rank has joined from elsewhere, or
-/// belongs to another job; Unavailable if rank 0 is gone after it has accepted this rank; Aborted
-/// if the hub was stopped.
+/// saying what differs from rank 0, as the number of ranks; InvalidArgument if this rank has joined
+/// from elsewhere, or belongs to another job; Unavailable if rank 0 is gone after it has accepted
+/// this rank; Aborted if the hub was stopped.
 Status JoinAsRank(
     StreamHub& hub, const std::function<Result<std::vector<SocketAddress>>()>& find_root,
     const std::function<Result<std::vector<SocketAddress>>(const SocketAddress&)>& listen,

@@ -120,7 +120,7 @@ class MpiTransport final : public Transport {
       const Bytes data(receives_[slice.receive].slice->data(), slice.bytes);
       Result<std::optional<Bytes>> message = Take(slice.from, data);
       if (!message.ok()) return message.status();
-      if (message.value()) return std::optional(Incoming{slice.from, *message.value(), Status()});
+      if (message.value()) return std::optional(Incoming{slice.from, *message.value()});
       FARANDOLE_RETURN_IF_ERROR(PostReceives());
     }
     return std::optional<Incoming>();

@@ -82,14 +82,12 @@ Status TryMemory(HostMemory& memory, const std::vector<int>& ranks, size_t me) {
 
 // Between the two exchanges: each peer waits in the second one for this rank, so it is alive, and
 // no other process has its number. In another PID namespace the number would mean another process.
-std::unique_ptr<PeerWatch> WatchPeers(const std::vector<ProcessHello>& here,
-                                      const std::vector<int>& ranks, size_t me, Doorbell& bell) {
-  auto watch = std::make_unique<PeerWatch>(bell);
+void WatchPeers(const std::vector<ProcessHello>& here, const std::vector<int>& ranks, size_t me,
+                const std::function<void(int rank, pid_t pid)>& watch) {
   for (size_t i = 0; i < ranks.size(); ++i) {
     if (i == me || (me != 0 && i != 0)) continue;
-    if (here[i].pids == here[me].pids) (void)watch->Add(ranks[i], here[i].pid);
+    if (here[i].pids == here[me].pids) watch(ranks[i], here[i].pid);
   }
-  return watch;
 }
 
 // From what each rank says of its attempt: empty, or why it failed.
@@ -114,6 +112,7 @@ void FormGroups(const std::vector<std::string>& failures, std::span<const int> h
 
 // All ranks exchange twice, also those without a peer on their host.
 Result<HostGroup> ShareMemory(Transport& transport, std::span<const int> host, FutexDoorbell& bell,
+                              const std::function<void(int rank, pid_t pid)>& watch,
                               int64_t timeout_ns) {
   const int64_t deadline_ns = SteadyClock().NowNs() + timeout_ns;
   const auto left_ns = [&] { return std::max<int64_t>(deadline_ns - SteadyClock().NowNs(), 0); };
@@ -134,7 +133,7 @@ Result<HostGroup> ShareMemory(Transport& transport, std::span<const int> host, F
   if (!creates && !address.empty()) memory = HostMemory::Open(address, user);
   Status tried = memory.ok() ? TryMemory(*memory.value(), ranks, me) : memory.status();
   if (ranks.size() == 1) tried = Status();  // has nobody to share memory with
-  std::unique_ptr<PeerWatch> peers = WatchPeers(here, ranks, me, bell);
+  WatchPeers(here, ranks, me, watch);
   Result<std::vector<std::string>> failures =
       transport.Allgather(tried.ok() ? "" : tried.message(), left_ns());
   if (!failures.ok()) return failures.status();
@@ -144,7 +143,6 @@ Result<HostGroup> ShareMemory(Transport& transport, std::span<const int> host, F
   if (shared.group[static_cast<size_t>(rank)] < 0) return shared;
   shared.memory = std::move(memory).value();
   shared.memory->UseBell(bell);
-  shared.peers = std::move(peers);
   Cores cores;
   for (const ProcessHello& peer : here) cores |= peer.cores;
   shared.cores = static_cast<int>(cores.count());

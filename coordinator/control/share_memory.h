@@ -1,13 +1,15 @@
 // Which ranks share memory: the ranks of a host, if all of them can map one file.
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
 #include <vector>
 
-#include "coordinator/control/peer_watch.h"
 #include "core/doorbell.h"
 #include "core/status.h"
 #include "core/transport.h"
@@ -17,9 +19,6 @@ namespace farandole {
 
 struct HostGroup {
   std::shared_ptr<HostMemory> memory;  ///< nullptr: this rank shares none.
-  /// The rank's peers that share it: its lowest rank watches all of them, the others the lowest.
-  /// nullptr without memory.
-  std::unique_ptr<PeerWatch> peers;
   /// By rank: equal for ranks that share memory, negative for those that share none. The same on
   /// all ranks.
   std::vector<int> group;
@@ -36,8 +35,11 @@ struct HostGroup {
 /// @param host  By rank: the number of its host, from 0; the same on all ranks.
 /// @param bell  Of this rank; outlives the result. Its state is moved to the memory, if there is
 ///              any, which outlives all use of the bell.
+/// @param watch  Is called for the rank's peers on its host whose processes it can know: of the
+///               lowest rank for all of them, of the others for the lowest. Each is alive.
 /// @return As Transport::Allgather.
 Result<HostGroup> ShareMemory(Transport& transport, std::span<const int> host, FutexDoorbell& bell,
+                              const std::function<void(int rank, pid_t pid)>& watch,
                               int64_t timeout_ns);
 
 }  // namespace farandole

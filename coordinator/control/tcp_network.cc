@@ -72,10 +72,10 @@ class TcpNetwork final : public Network {
     return key;
   }
 
-  // Ranks of different jobs, or of other sizes, find out before they compare keys.
+  // Ranks of different jobs find out before they compare keys. How many ranks there are is said by
+  // who registers: it may change from one generation of a job to the next.
   uint32_t JobTag() const {
-    const Digest digest =
-        Sha256({TextBytes(options_.job), TextBytes("/"), TextBytes(std::to_string(options_.size))});
+    const Digest digest = Sha256({TextBytes(options_.job)});
     uint32_t tag = 0;
     std::memcpy(&tag, digest.data(), sizeof tag);
     return tag;
@@ -103,7 +103,8 @@ class TcpNetwork final : public Network {
                            .stop = options_.stop,
                            .clock = options_.clock,
                            .log = options_.log,
-                           .doorbell = options.doorbell});
+                           .doorbell = options.doorbell,
+                           .liveness = options.liveness});
     if (!hub.ok()) return hub.status();
     return std::shared_ptr<StreamHub>(std::move(hub.value()));
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <utility>
 
 #include "coordinator/control/gather_text.h"
@@ -44,7 +45,7 @@ class TcpTransport final : public Transport {
     }
     current_ = std::move(messages_.front());
     messages_.pop_front();
-    return std::optional(Incoming{current_.from, current_.data, current_.status});
+    return std::optional(Incoming{current_.from, current_.data});
   }
 
   int64_t PollAfterNs(bool, int64_t) const override { return kByDoorbell; }
@@ -89,14 +90,10 @@ class TcpTransport final : public Transport {
   void Sort(std::optional<HubEvent> event) {
     if (!event || event->connection != 0) return;
     const bool is_loss = event->kind == HubEvent::Kind::kLost;
-    if (is_loss) lost_.push_back(event->from);
     // What this rank lacks is no silence of a peer.
     if (is_loss && event->status.code() == Code::kResourceExhausted) exhausted_ = event->status;
-    const bool is_message =
-        event->kind == HubEvent::Kind::kFrame &&
-        (event->type == FrameType::kMessage || event->type == FrameType::kAbort);
-    if (is_loss || is_message) return messages_.push_back(std::move(*event));
-    gathers_.push_back(std::move(*event));
+    if (is_loss) return void(lost_.emplace(event->from, event->status));
+    (event->type == FrameType::kMessage ? messages_ : gathers_).push_back(std::move(*event));
   }
 
   // The next frame of this type from `from`, of this round. @return nothing when time is up or the
@@ -114,8 +111,7 @@ class TcpTransport final : public Transport {
         gathers_.erase(found);
         return text;
       }
-      const bool is_lost = std::ranges::find(lost_, from) != lost_.end();
-      if (is_lost || !exhausted_.ok()) return std::nullopt;
+      if (lost_.contains(from) || !exhausted_.ok()) return std::nullopt;
       if (!hub_->WaitForEvent(deadline_ns)) return std::nullopt;
       Sort(hub_->Next());
     }
@@ -161,9 +157,7 @@ class TcpTransport final : public Transport {
     std::optional<std::string> answer = Await(parent, FrameType::kGathered, deadline_ns);
     if (answer) return std::move(*answer);
     if (!exhausted_.ok()) return exhausted_;
-    for (const HubEvent& event : messages_) {
-      if (event.kind == HubEvent::Kind::kLost && event.from == parent) return event.status;
-    }
+    if (lost_.contains(parent)) return lost_.at(parent);
     return Timeout(
         "allgather at start: rank 0 did not answer in time" +
         (parent == 0 ? "" : ", or rank " + std::to_string(parent) + " did not pass the answer on"));
@@ -183,9 +177,9 @@ class TcpTransport final : public Transport {
   HubEvent current_;  // what Poll handed out
   std::deque<HubEvent> messages_;
   std::deque<HubEvent> gathers_;
-  std::vector<int> lost_;
-  Status exhausted_;    // what this rank lacks
-  uint32_t round_ = 0;  // of Allgather
+  std::map<int, Status> lost_;  // by rank, for Allgather: the engine asks its Liveness
+  Status exhausted_;            // what this rank lacks
+  uint32_t round_ = 0;          // of Allgather
 };
 
 }  // namespace

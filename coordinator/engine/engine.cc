@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "coordinator/engine/engine_observer.h"
+
 namespace farandole {
 namespace {
 
@@ -50,8 +52,6 @@ Engine::Engine(EngineOptions options, EngineParts parts)
       submissions_(*parts_.doorbell, options_.linger_ns, options_.linger_bytes),
       announcer_(lifecycle_, operations_, submissions_),
       gpu_(parts_.gpu != nullptr ? *parts_.gpu : no_gpu_),
-      numbers_(options_.nan_check, rank(), *parts_.log),
-      tracing_(parts_.timeline, parts_.recorder),
       loop_(options_, parts_, GlobalSet(options_.negotiation), Shared()),
       progress_(loop_, parts_, Shared(), options_),
       watchdog_(loop_, options_, parts_, Shared()) {
@@ -71,8 +71,8 @@ SharedParts Engine::Shared() {
           submissions_,
           announcer_,
           gpu_,
-          tracing_,
           parts_.memory != nullptr ? *parts_.memory : own_memory_,
+          parts_.liveness != nullptr ? *parts_.liveness : own_liveness_,
           callers_,
           callbacks_};
 }
@@ -120,24 +120,25 @@ Result<std::shared_ptr<Work>> Engine::Start(Operation& operation, std::span<cons
                                             uint32_t version) {
   callers_.Enter();
   FARANDOLE_RETURN_IF_ERROR(operations_.Claim(operation, version));
-  return StartClaimed(operation, in, out, vote, notify, producers);
+  ClaimedOperation claimed(operation);
+  return StartClaimed(claimed, in, out, vote, notify, producers);
 }
 
-Result<std::shared_ptr<Work>> Engine::StartClaimed(Operation& operation,
+Result<std::shared_ptr<Work>> Engine::StartClaimed(ClaimedOperation& claimed,
                                                    std::span<const void* const> in,
                                                    std::span<void* const> out, const Vote& vote,
                                                    bool notify,
                                                    std::span<const ProducerStream> producers,
                                                    std::shared_ptr<ResultAllocator> allocator) {
-  ClaimedOperation claimed(operation);
+  Operation& operation = *claimed;
   // What can refuse the request comes before Submit, which hands it to the engine. RecordProducers
   // is the last check, as it already puts events into the user's streams.
   operation.allocator = std::move(allocator);
   FARANDOLE_RETURN_IF_ERROR(CheckMemory(operation, in, out, vote));
   FARANDOLE_RETURN_IF_ERROR(lifecycle_.CheckStart());
   FARANDOLE_RETURN_IF_ERROR(operation.RecordProducers(gpu_, vote, producers));
-  if (numbers_.is_on()) {
-    if (std::string refused = numbers_.Check(operation, in, vote); !refused.empty()) {
+  for (EngineObserver* const one : parts_.observers) {
+    if (std::string refused = one->Refuse(operation, in, vote); !refused.empty()) {
       Vote failed = vote;
       failed.failed = std::move(refused);
       return submissions_.Submit(claimed, in, out, failed, notify);

@@ -14,12 +14,10 @@
 #include "coordinator/engine/engine_loop.h"
 #include "coordinator/engine/engine_options.h"
 #include "coordinator/engine/lifecycle.h"
-#include "coordinator/engine/number_check.h"
 #include "coordinator/engine/operation_registry.h"
 #include "coordinator/engine/progress_thread.h"
 #include "coordinator/engine/step_announcer.h"
 #include "coordinator/engine/submission_queue.h"
-#include "coordinator/engine/tracing.h"
 #include "coordinator/engine/watchdog.h"
 
 namespace farandole {
@@ -27,10 +25,11 @@ namespace farandole {
 /// Owns the parts and connects them. Each calls only those to its right:
 ///
 ///   Engine > ProgressThread, Watchdog > EngineLoop > Negotiation, Executor, FrameCoalescer,
-///   StepAnnouncer, RankDevice, Tracing > SubmissionQueue, OperationRegistry > Lifecycle > Work >
+///   StepAnnouncer, RankDevice > SubmissionQueue, OperationRegistry > Lifecycle > Work >
 ///   CallbackThreads
 ///
-/// but for events, by which Negotiation and Executor report to the EngineLoop that called them.
+/// but for events, by which Negotiation and Executor report to the EngineLoop that called them. Who
+/// observes the engine (EngineObserver, NegotiationObserver) it does not know by name.
 ///
 /// Locks, in the order in which one thread takes them: the engine lock (ProgressThread), then the
 /// mutexes of StepAnnouncer, OperationRegistry and Lifecycle, then that of CallbackThreads.
@@ -63,11 +62,12 @@ class Engine {
                                       bool notify = true,
                                       std::span<const ProducerStream> producers = {},
                                       uint32_t version = 0);
-  /// Start after OperationRegistry::Claim. On failure the operation is free again.
+  /// Start after OperationRegistry::Claim. On success the claim is the engine's.
   /// @param allocator  Of an allgather or alltoall: gives the memory of its results when their
   /// sizes are known; `out` is then empty. Without it, `out` has room for as many rows from each
   /// rank as this one passes, and the Work fails with Mismatch, on this rank, if others came.
-  Result<std::shared_ptr<Work>> StartClaimed(Operation& operation, std::span<const void* const> in,
+  Result<std::shared_ptr<Work>> StartClaimed(ClaimedOperation& claimed,
+                                             std::span<const void* const> in,
                                              std::span<void* const> out, const Vote& vote,
                                              bool notify,
                                              std::span<const ProducerStream> producers = {},
@@ -156,16 +156,15 @@ class Engine {
   const EngineOptions options_;
   const EngineParts parts_;
   BorrowedMemory own_memory_;
+  LivenessTable own_liveness_;
   Lifecycle lifecycle_;
   OperationRegistry operations_;
   SubmissionQueue submissions_;
   StepAnnouncer announcer_;
   RankDevice no_gpu_{{}, 0};
   RankDevice& gpu_;
-  NumberCheck numbers_;
   CallerThreads callers_;
   CallbackThreads callbacks_{[this](const Work& work) { (void)progress_.Wait(work, -1, false); }};
-  Tracing tracing_;
   EngineLoop loop_;
   ProgressThread progress_;
   Watchdog watchdog_;

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "coordinator/engine/engine_observer.h"
+
 namespace farandole {
 namespace {
 
@@ -14,8 +16,7 @@ constexpr int64_t kTickPeriodNs = 100 * kNsPerMs;  // how late a stall may be no
 constexpr int64_t kSpreadNs = kNsPerSecond;
 constexpr int64_t kSpreadAtLeastNs = 100 * kNsPerMs;
 constexpr int64_t kSpreadPollNs = kNsPerMs;
-// How long the error of a connection that broke waits for one that says why.
-constexpr int64_t kCauseNs = 100 * kNsPerMs;
+// How often an engine that fails looks for the peers' errors meanwhile.
 constexpr int64_t kCausePollNs = 2 * kNsPerMs;
 // How long an interpreter may take from its exit handlers to the exit code.
 constexpr int64_t kAnnouncedNs = 5 * kNsPerSecond;
@@ -44,14 +45,15 @@ EngineLoop::EngineLoop(const EngineOptions& options, const EngineParts& parts,
       submissions_(shared.submissions),
       announcer_(shared.announcer),
       gpu_(shared.gpu),
-      tracing_(shared.tracing),
+      liveness_(shared.liveness),
       callers_(shared.callers),
       callbacks_(shared.callbacks),
-      negotiation_(options.negotiation, *this),
+      negotiation_(options.negotiation, *this, parts.observe_negotiation),
       executor_(ExecutorOptions(options), parts.planes, *parts.counters, *this, shared.memory),
-      coalescer_(*parts.transport, *parts.counters),
-      last_event_ns_(parts.clock->NowNs()),
-      deferred_error_(executor_.AddSet(global)) {}
+      coalescer_(*parts.transport, *parts.counters, shared.liveness),
+      last_event_ns_(parts.clock->NowNs()) {
+  Note(executor_.AddSet(global));
+}
 
 // The watchdog reads began_ns_: it is set as long as a library may hold up the thread in here.
 EngineLoop::Outcome EngineLoop::RunOnce(bool by_caller) {
@@ -97,7 +99,7 @@ EngineLoop::Outcome EngineLoop::Advance() {
   }
   if (outcome.moved) last_event_ns_ = now_ns_;
   operations_.Collect(executor_);
-  if (!deferred_error_.ok() && !AwaitsCause()) FailEverywhere();
+  if (is_failing_) FailEverywhere();
   outcome.sleep_ns = SleepFor(wake_in_ns);
   FinishLeaving();
   return outcome;
@@ -135,7 +137,7 @@ void EngineLoop::Submit(Operation& operation) {
   parts_.counters->Add(Counter::kSubmissions);
   operation.submitted_ns = now_ns_;
   operation.decided_ns = 0;
-  tracing_.OnSubmitted(operation, now_ns_);
+  for (EngineObserver* const one : parts_.observers) one->OnSubmitted(operation, now_ns_);
   if (lifecycle_.failed()) return Complete(operation, lifecycle_.final_error());
   if (operation.key == Operation::kUnknownKey) operation.key = negotiation_.Intern(operation.name);
   operations_.Bind(operation);
@@ -169,14 +171,18 @@ void EngineLoop::Leave() {
   if (!left.ok()) lifecycle_.EndLeave(left);
 }
 
+// Who is gone by the table has sent all it ever will: that is taken first. Once all have left, a
+// peer may go as it likes.
 bool EngineLoop::ReceiveMessages() {
-  if (!deferred_error_.ok()) return false;  // AwaitsCause looks for what matters
+  if (is_failing_) return false;  // FailEverywhere looks for what matters
+  const bool has_news = liveness_.news() > 0;
   negotiation_.SetTime(now_ns_);  // an idle rank has had no Tick for long, and may be asked
   const Result<int> received = coalescer_.Receive(negotiation_, kMessagesPerIteration);
-  if (received.ok()) return received.value() > 0;
-  // Once all have left, a peer may go as it likes.
-  if (!lifecycle_.is_shut_down()) Note(received.status());
-  return false;
+  if (!received.ok() && !lifecycle_.is_shut_down()) Note(received.status());
+  if (!received.ok()) return false;
+  const bool has_all = received.value() < kMessagesPerIteration;
+  if (has_news && has_all && !lifecycle_.is_shut_down()) is_failing_ = true;
+  return received.value() > 0;
 }
 
 // Lets the negotiation decide and send what has added up, in one transport message per peer.
@@ -184,17 +190,19 @@ void EngineLoop::FlushOutgoing() {
   if (given_up_.load()) return;
   negotiation_.Flush();
   Note(negotiation_.fault());
-  if (!deferred_error_.ok()) return;  // nobody should hear what a broken negotiation says
+  if (is_failing_) return;  // nobody should hear what a broken negotiation says
   tick_ns_ = std::min(tick_ns_, negotiation_.due_ns());
   // A Tick may add reports and queries to what is sent next.
   if (now_ns_ >= tick_ns_) tick_ns_ = negotiation_.Tick(now_ns_);
   if (negotiation_.Busy()) tick_ns_ = std::min(tick_ns_, now_ns_ + kTickPeriodNs);
   Note(coalescer_.Flush());
-  Note(agreed_error_);  // not before it is on its way down
+  if (agreed_error_.ok()) return;
+  liveness_.NoteAgreed(agreed_error_);  // not before it is on its way down
+  is_failing_ = true;
 }
 
 bool EngineLoop::RunBatches() {
-  if (!deferred_error_.ok() || executor_.Idle()) {
+  if (is_failing_ || executor_.Idle()) {
     executor_poll_ns_ = kByDoorbell;
     return false;
   }
@@ -213,7 +221,7 @@ int64_t EngineLoop::SleepFor(int64_t wake_in_ns) {
   wake_in_ns = Sooner(wake_in_ns, executor_poll_ns_);
   wake_in_ns = Sooner(wake_in_ns, parts_.transport->PollAfterNs(busy, now_ns_ - last_event_ns_));
   wake_in_ns = Sooner(wake_in_ns, executor_.NextStepNs());
-  if (!deferred_error_.ok()) wake_in_ns = Sooner(wake_in_ns, kCausePollNs);
+  if (is_failing_) wake_in_ns = Sooner(wake_in_ns, kCausePollNs);
   if (leave_due_ns_ != kNever)
     wake_in_ns = Sooner(wake_in_ns, std::max<int64_t>(leave_due_ns_ - now_ns_, 0));
   if (tick_ns_ != kNever) wake_in_ns = Sooner(wake_in_ns, std::max<int64_t>(tick_ns_ - now_ns_, 0));
@@ -235,41 +243,23 @@ void EngineLoop::FinishLeaving() {
 
 // A second end is an error of ours, unless the watchdog has ended everything meanwhile.
 void EngineLoop::Complete(Operation& operation, const Status& status) {
-  tracing_.OnFinished(operation, status, now_ns_);
+  for (EngineObserver* const one : parts_.observers) one->OnFinished(operation, status, now_ns_);
   if (operation.Finish(status) || lifecycle_.failed()) return;
   Note(Internal(Describe(operation.name) + ": finished twice"));
 }
 
-// Who loses a connection does not know why. The peer's process may be watched here or by a rank of
-// its host, which takes a few ms for its exit code, and whose word reaches all.
-bool EngineLoop::AwaitsCause() {
-  const FailureFacts& facts = deferred_error_.facts();
-  const bool is_known = deferred_error_.code() != Code::kUnavailable || facts.pid != 0 ||
-                        facts.kind != FailureKind::kUnknown;
-  const bool may_come = parts_.peers != nullptr || parts_.hub != nullptr;
-  if (is_known || !may_come || lifecycle_.failed()) return false;
-  if (cause_due_ns_ == 0) cause_due_ns_ = now_ns_ + kCauseNs;
-  return now_ns_ < cause_due_ns_ && coalescer_.Drain(kMessagesPerIteration).ok();
-}
-
-// This rank's final error, or a peer's that has arrived, ends the work of all ranks.
+// This rank's final error, or a peer's that has arrived, ends the work of all ranks. One cause
+// often fails several of them at once, e.g. by their deadlines: what peers say of it counts. As
+// long as the table awaits a better explanation the next iteration looks again.
 void EngineLoop::FailEverywhere() {
-  if (lifecycle_.failed()) deferred_error_ = lifecycle_.final_error();  // by the watchdog meanwhile
-  if (given_up_.load()) return Fail(deferred_error_);
-  // One cause often fails several ranks at once, e.g. by their deadlines: the first report counts.
-  if (const Status reported = coalescer_.Drain(kMessagesPerIteration); !reported.ok())
-    deferred_error_ = reported;
-  // The process of a rank that has left because it failed ends soon after: that says less.
-  const std::vector<int32_t>& failed = deferred_error_.facts().ranks;
-  if (!failed.empty() && failed == why_ended_.facts().ranks) deferred_error_ = why_ended_;
-  const bool is_agreed = deferred_error_.message() == agreed_error_.message();
-  if (!is_agreed && !coalescer_.aborted())  // else it is a peer's, or nobody's
-    deferred_error_ = FailedHere(parts_.transport->rank(), deferred_error_);
-  failed_here_ = deferred_error_;
+  if (!given_up_.load()) coalescer_.Drain(kMessagesPerIteration);
+  const LivenessTable::Cause cause = liveness_.Judge();
+  if (!cause.is_final && !lifecycle_.failed()) return;
+  failed_here_ = cause.is_shared ? cause.error : FailedHere(parts_.transport->rank(), cause.error);
   failed_here_ns_ = now_ns_;
   // After Shutdown no rank acts on an error, and peers may be gone.
-  if (!lifecycle_.is_shut_down()) {
-    coalescer_.SpreadAbort(failed_here_, is_agreed);
+  if (!lifecycle_.is_shut_down() && !given_up_.load()) {
+    coalescer_.SpreadAbort(failed_here_, cause.is_shared);
     // A transport that rings and has no message waiting needs no further polls to move them on.
     spreading_abort_.store(parts_.transport->PollAfterNs(true, 0) != kByDoorbell ||
                            !parts_.transport->Drained());
@@ -281,14 +271,11 @@ void EngineLoop::FailEverywhere() {
 // @return how long to sleep.
 int64_t EngineLoop::SpreadFailure() {
   if (given_up_.load()) return -1;
-  if (failed_here_.ok()) {  // it is the watchdog that has failed this engine
-    deferred_error_ = lifecycle_.final_error();
-    FailEverywhere();
-  }
+  if (failed_here_.ok()) FailEverywhere();  // it is the watchdog that has failed this engine
   SubmitAll(submissions_.TakeAll());
   operations_.FailInFlight(lifecycle_.final_error());
   if (!spreading_abort_.load()) return -1;
-  (void)coalescer_.Drain(kMessagesPerIteration);
+  coalescer_.Drain(kMessagesPerIteration);
   const int64_t spread_ns = now_ns_ - failed_here_ns_;
   const bool enough = stop_.load() && parts_.transport->Drained() && spread_ns >= kSpreadAtLeastNs;
   if (enough || spread_ns >= kSpreadNs) spreading_abort_.store(false);
@@ -300,7 +287,9 @@ int64_t EngineLoop::SpreadFailure() {
 // as the watchdog ends works then, too.
 void EngineLoop::Fail(const Status& error) {
   if (!given_up_.load()) executor_.AbandonAll();
-  if (!lifecycle_.failed() && !lifecycle_.is_shut_down()) tracing_.OnFailed(error, now_ns_);
+  if (!lifecycle_.failed() && !lifecycle_.is_shut_down()) {
+    for (EngineObserver* const one : parts_.observers) one->OnFailed(error, now_ns_);
+  }
   lifecycle_.Fail(error);
   SubmitAll(submissions_.TakeAll());
   operations_.FailInFlight(lifecycle_.final_error());
@@ -318,7 +307,7 @@ void EngineLoop::OnWork(const WorkDecision& work) {
   // A rank that has joined takes part without ever having started an operation on its GPU.
   if (work.device() == DeviceKind::kCuda) gpu_.SetInUse();
   parts_.counters->Add(Counter::kDecisions);
-  tracing_.OnDecision(work, operations_, now_ns_);
+  for (EngineObserver* const one : parts_.observers) one->OnDecided(work, operations_, now_ns_);
   Note(executor_.Execute(work, now_ns_));
 }
 
@@ -348,7 +337,7 @@ void EngineLoop::OnSetAdded(const ProcessSetInfo& set) {
 void EngineLoop::OnSetEnded(uint32_t set, const Status& why) {
   operations_.EndSet(set, why);
   if (set == kGlobalSet) {
-    why_ended_ = why;
+    liveness_.NoteParting(why);
     lifecycle_.EndJoin(why);  // a join cannot complete without it
   }
   executor_.EndSet(set);
@@ -367,17 +356,6 @@ void EngineLoop::OnLeft(int rank) {
 
 void EngineLoop::OnReport(const std::string& text) { parts_.log->Write(LogLevel::kWarning, text); }
 
-std::vector<std::string> EngineLoop::OnStalls(const std::vector<StallFacts>& stalls) {
-  std::vector<std::string> lines = stall_report_.Lines(stalls, now_ns_);
-  if (parts_.log->Enabled(LogLevel::kDebug)) {
-    for (const StallFacts& stall : stalls) {
-      parts_.log->Write(LogLevel::kDebug, DescribeStall(stall));
-    }
-  }
-  tracing_.OnStalls(stalls, !lines.empty(), now_ns_);
-  return lines;
-}
-
 // A thread pushes what it submits before it waits: asked in this order, nothing is missed. What an
 // iteration has taken from the queue it has submitted before it asks.
 bool EngineLoop::IsBlocked() const {
@@ -387,13 +365,13 @@ bool EngineLoop::IsBlocked() const {
 
 // `failure` is this rank's alone, such as no memory for its result; the other ranks complete.
 void EngineLoop::OnOperationDone(Operation& operation) {
-  tracing_.OnOperationDone(operation, now_ns_);
+  for (EngineObserver* const one : parts_.observers) one->OnDone(operation, now_ns_);
   Complete(operation, operation.failure);
   if (operation.name.kind == OpKind::kStep) announcer_.StartLater(operation);
 }
 
 void EngineLoop::OnBatchDone(const Batch& batch, int64_t began_ns) {
-  tracing_.OnBatchDone(batch, began_ns, now_ns_);
+  for (EngineObserver* const one : parts_.observers) one->OnBatchDone(batch, began_ns, now_ns_);
   negotiation_.BatchDone(batch.number, batch.index);
 }
 

@@ -3,7 +3,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,10 +12,9 @@
 #include "coordinator/engine/executor.h"
 #include "coordinator/engine/lifecycle.h"
 #include "coordinator/engine/operation_registry.h"
-#include "coordinator/engine/program_probe.h"
 #include "coordinator/engine/step_announcer.h"
 #include "coordinator/engine/submission_queue.h"
-#include "coordinator/engine/tracing.h"
+#include "coordinator/liveness/table.h"
 #include "coordinator/protocol/negotiation.h"
 
 namespace farandole {
@@ -28,8 +26,8 @@ struct SharedParts {
   SubmissionQueue& submissions;
   StepAnnouncer& announcer;
   RankDevice& gpu;
-  Tracing& tracing;
   BorrowedMemory& memory;
+  LivenessTable& liveness;
   CallerThreads& callers;
   const CallbackThreads& callbacks;
 };
@@ -83,13 +81,10 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   void OnLeft(int rank) override;
   void OnShutdown() override { lifecycle_.ShutDown(); }
   void OnReport(const std::string& text) override;
-  void OnStallReported() override { tracing_.OnStallReported(); }
-  std::vector<std::string> OnStalls(const std::vector<StallFacts>& stalls) override;
   void OnStallShutdown(const Status& error) override { agreed_error_ = error; }
   bool IsBlocked() const override;
   bool KnowsAllThreads() const override { return callers_.KnowsAll(); }
-  bool AskActivity() override { return program_.Ask(callers_.Ids(), now_ns_); }
-  std::optional<Activity> FindActivity() override { return program_.Find(now_ns_); }
+  std::vector<uint64_t> CallerIds() const override { return callers_.Ids(); }
   // ExecutorEvents
   Operation* FindOperation(KeyId key) override { return operations_.Find(key); }
   void OnOperationDone(Operation& operation) override;
@@ -108,11 +103,12 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   int64_t SleepFor(int64_t wake_in_ns);
   void FinishLeaving();
   void Complete(Operation& operation, const Status& status);
-  /// The first error found in an iteration is the one that is acted on, at its end.
+  /// What is found in an iteration is acted on at its end.
   void Note(const Status& error) {
-    if (!error.ok() && deferred_error_.ok()) deferred_error_ = error;
+    if (error.ok()) return;
+    liveness_.Note(error);
+    is_failing_ = true;
   }
-  bool AwaitsCause();
   void FailEverywhere();
   int64_t SpreadFailure();
 
@@ -122,7 +118,7 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   SubmissionQueue& submissions_;
   StepAnnouncer& announcer_;
   RankDevice& gpu_;
-  Tracing& tracing_;
+  LivenessTable& liveness_;
   const CallerThreads& callers_;
   const CallbackThreads& callbacks_;
   Negotiation negotiation_;
@@ -134,16 +130,12 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   int64_t tick_ns_ = 0;        // when the negotiation wants its next Tick
   int64_t executor_poll_ns_ = -1;
   bool by_caller_ = false;  // see RunOnce
-  StallReport stall_report_;
-  ProgramProbe program_;
-  Status deferred_error_;  // found inside a negotiation callback
-  Status agreed_error_;    // final on all ranks, by a decision
-  Status failed_here_;     // the final error as the holder of the engine lock knows it
+  bool is_failing_ = false;  // the table has why
+  Status agreed_error_;      // final on all ranks, by a decision
+  Status failed_here_;       // the final error as the holder of the engine lock knows it
   int64_t failed_here_ns_ = 0;
-  int64_t cause_due_ns_ = 0;  // see AwaitsCause
   bool has_left_ = false;
   int64_t leave_due_ns_ = kNever;  // of one that is announced
-  Status why_ended_;               // the global set, by a rank that has left
 
   std::atomic<int64_t> began_ns_{0};
   std::atomic<bool> stop_{false};

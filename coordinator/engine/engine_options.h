@@ -4,22 +4,23 @@
 #include <cstdint>
 #include <vector>
 
-#include "coordinator/control/peer_watch.h"
-#include "coordinator/protocol/negotiation.h"
+#include "coordinator/liveness/peer_watch.h"
+#include "coordinator/liveness/table.h"
+#include "coordinator/protocol/negotiation_observer.h"
+#include "coordinator/protocol/options.h"
 #include "core/borrowed_memory.h"
 #include "core/clock.h"
-#include "core/config.h"
 #include "core/counters.h"
 #include "core/doorbell.h"
-#include "core/flight_recorder.h"
 #include "core/log.h"
 #include "core/net/stream_hub.h"
-#include "core/timeline.h"
 #include "core/transport.h"
 #include "ops/data_plane.h"
 #include "ops/gpu/rank_device.h"
 
 namespace farandole {
+
+class EngineObserver;
 
 struct EngineOptions {
   NegotiationOptions negotiation;
@@ -35,8 +36,7 @@ struct EngineOptions {
   int64_t spin_ns =
       100 * kNsPerUs;        ///< A waiting caller spins so long; 0 with more ranks than cores.
   bool fills_cores = false;  ///< The threads of this host's ranks, which are all, need every core.
-  NanCheck nan_check = NanCheck::kOff;
-  bool threads = true;  ///< false: tests drive RunOnce themselves.
+  bool threads = true;       ///< false: tests drive RunOnce themselves.
 };
 
 /// Outlives the engine.
@@ -47,13 +47,14 @@ struct EngineParts {
   const Clock* clock = nullptr;
   Counters* counters = nullptr;
   Log* log = nullptr;
-  RankDevice* gpu = nullptr;           ///< For tensors on a GPU; nullptr: there is none.
-  Timeline* timeline = nullptr;        ///< May be nullptr.
-  FlightRecorder* recorder = nullptr;  ///< May be nullptr.
+  RankDevice* gpu = nullptr;                    ///< For tensors on a GPU; nullptr: there is none.
+  std::vector<EngineObserver*> observers = {};  ///< Of operations.
+  ObserveNegotiation observe_negotiation = {};  ///< May be empty.
   /// Of users' tensors, shared with the planes; nullptr: the engine's own.
   BorrowedMemory* memory = nullptr;
-  PeerWatch* peers = nullptr;  ///< Processes whose end the transport reports; may be nullptr.
-  StreamHub* hub = nullptr;    ///< A way to other hosts past the engine; may be nullptr.
+  LivenessTable* liveness = nullptr;  ///< Who is gone, and why; nullptr: the engine's own.
+  PeerWatch* peers = nullptr;         ///< Processes that it watches; may be nullptr.
+  StreamHub* hub = nullptr;           ///< A way to other hosts past the engine; may be nullptr.
 };
 
 }  // namespace farandole

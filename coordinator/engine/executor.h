@@ -16,7 +16,7 @@
 
 #include "coordinator/engine/operation.h"
 #include "coordinator/protocol/batching.h"
-#include "coordinator/protocol/negotiation.h"
+#include "coordinator/protocol/listener.h"
 #include "core/borrowed_memory.h"
 #include "core/clock.h"
 #include "core/counters.h"

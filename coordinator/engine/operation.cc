@@ -72,13 +72,8 @@ Extent ExtentOf(const Operation& operation, size_t t, std::span<const int32_t> m
   const bool differ = RowsMayDiffer(kind);
   const int64_t rows = differ ? operation.rows[t] : tensor.shape.empty() ? 1 : tensor.shape.front();
   if (rows == 0) return {};
-  const auto size = static_cast<int64_t>(members.size());
-  Extent rows_of{rows, rows};
+  Extent rows_of{rows, ResultRows(kind, rows, members, rank)};
   if (kind == OpKind::kBroadcast && signature.root != rank) rows_of.in = 0;
-  if (kind == OpKind::kAllgather) rows_of.out = rows * size;
-  if (kind == OpKind::kReducescatter) {
-    rows_of.out = ShareOf(rows, size, static_cast<int64_t>(PositionOf(rank, members)));
-  }
   if (kind == OpKind::kAlltoall) {
     const std::span<const int64_t> splits = OfTensor(operation.splits, t, members.size());
     rows_of.in = std::reduce(splits.begin(), splits.end());

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "coordinator/engine/work.h"
-#include "coordinator/protocol/negotiation.h"
+#include "coordinator/protocol/listener.h"
 #include "coordinator/protocol/request.h"
 #include "coordinator/protocol/validate.h"
 #include "core/status.h"

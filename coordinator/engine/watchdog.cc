@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "coordinator/control/frame_coalescer.h"
+#include "coordinator/engine/engine_observer.h"
 #include "core/futex.h"
 
 namespace farandole {
@@ -25,10 +26,11 @@ Watchdog::Watchdog(const EngineLoop& loop, const EngineOptions& options, const E
       shutdown_timeout_ns_(options.shutdown_timeout_ns),
       peers_(parts.peers),
       hub_(parts.hub),
-      recorder_(parts.recorder),
+      observers_(parts.observers),
       lifecycle_(shared.lifecycle),
       operations_(shared.operations),
-      memory_(shared.memory) {}
+      memory_(shared.memory),
+      liveness_(shared.liveness) {}
 
 // The pulse begins here, as the process may be stopped before its thread runs.
 void Watchdog::Start() {
@@ -46,26 +48,27 @@ void Watchdog::Stop() {
 
 void Watchdog::Fail(const Status& error) {
   const Status failed = FailedHere(rank_, error);
-  FailWith(failed, EncodeFailure(rank_, failed));
+  liveness_.Note(failed);
+  FailWith(failed, false);
 }
 
-// `report` is the error for ranks of other hosts, which the engine may never send.
-void Watchdog::FailWith(const Status& error, const std::vector<std::byte>& report) {
+// The engine may never send the error to others, who hear of it by other roads.
+void Watchdog::FailWith(const Status& error, bool is_shared) {
   // Before the engine counts as failed: from then on Loop ends works, and users may free tensors.
   (void)memory_.Revoke(kRevokeTimeoutNs);  // false: stuck in a plane that does not release it
   lifecycle_.Fail(error);
-  if (peers_ != nullptr) peers_->Report(error);
+  const std::vector<std::byte> report = EncodeFailure(rank_, error, is_shared);
+  if (peers_ != nullptr) peers_->Report(report);
   if (hub_ != nullptr) hub_->Report(report);
-  if (recorder_ != nullptr) recorder_->Dump("final error", lifecycle_.final_error());
+  for (EngineObserver* const one : observers_) one->OnStuck(lifecycle_.final_error());
 }
 
-// An engine that is not stuck has taken the report, as it came, by the next period.
-void Watchdog::HeedReport() {
-  if (hub_ == nullptr || lifecycle_.failed() || lifecycle_.is_shut_down()) return;
-  const std::vector<std::byte> report = hub_->Reported();
-  const Status reported = DecodeFailure(report);
-  if (std::exchange(has_report_, !reported.ok()) && !reported.ok()) {
-    FailWith(reported, report);  // as it came
+// An engine that is not stuck has taken a peer's error by the next period.
+void Watchdog::HeedPeers() {
+  if (liveness_.news() == 0 || lifecycle_.failed() || lifecycle_.is_shut_down()) return;
+  const LivenessTable::Cause cause = liveness_.Judge();
+  if (std::exchange(has_heard_, cause.is_shared) && cause.is_shared) {
+    FailWith(cause.error, true);
   }
 }
 
@@ -108,7 +111,7 @@ void Watchdog::Loop() {
                    ": the engine has been inside one library call for " +
                    std::to_string(stuck_ns / kNsPerMs) + " ms"));
     }
-    HeedReport();
+    HeedPeers();
     if (lifecycle_.failed()) EndOperations();
     StderrSink().Flush();
   }

@@ -30,8 +30,8 @@ class Watchdog {
  private:
   void Loop();
   void EndOperations();
-  void FailWith(const Status& error, const std::vector<std::byte>& report);
-  void HeedReport();
+  void FailWith(const Status& error, bool is_shared);
+  void HeedPeers();
   int64_t LimitNs() const;
   void SleepFor(int64_t period_ns);
 
@@ -41,11 +41,12 @@ class Watchdog {
   const int64_t shutdown_timeout_ns_;
   PeerWatch* const peers_;
   StreamHub* const hub_;
-  FlightRecorder* const recorder_;
-  bool has_report_ = false;  // since an earlier period
+  const std::vector<EngineObserver*>& observers_;
+  bool has_heard_ = false;  // a peer's final error, in an earlier period
   Lifecycle& lifecycle_;
   OperationRegistry& operations_;
   BorrowedMemory& memory_;
+  LivenessTable& liveness_;
   std::atomic<uint32_t> stop_{0};
   std::thread thread_;
 };

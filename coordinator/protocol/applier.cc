@@ -1,7 +1,6 @@
 #include "coordinator/protocol/applier.h"
 
 #include <algorithm>
-#include <sstream>
 
 #include "coordinator/protocol/error_text.h"
 #include "coordinator/protocol/limits.h"
@@ -97,15 +96,16 @@ Status Applier::Apply(const DownMessage& message) {
       return ApplyJoinDone(message);
     case DownType::kLeft:
       return ApplyLeft(message);
-    case DownType::kQuery:
-      return stalls_.ApplyQuery(message);
     case DownType::kRetire:
       return ApplyRetirement(message);
     case DownType::kStallShutdown:
-    case DownType::kReport:
       return {};
+    case DownType::kQuery:
+    case DownType::kReport:
     case DownType::kWhoWaits:
-      divergence_.ApplyQuestion(message);
+      for (const auto& one : node_.observers) {
+        FARANDOLE_RETURN_IF_ERROR(one->ReceiveDown(message));
+      }
       return {};
     case DownType::kShutdown:
       return node_.leaves ? Status() : Broke("a shutdown, though this rank has not left");
@@ -563,7 +563,7 @@ void Applier::EndSet(SetState& set, Status why) {
   released_.insert(released_.end(), keys.begin(), keys.end());
   for (const uint32_t id : set.retired) node_.keys.FreeId(id, node_.last_number());
   node_.keys.EndSet(set.info.uid);
-  stalls_.OnSetEnded(set);
+  for (const auto& one : node_.observers) one->OnSetEnded(set);
   node_.sets.End(set);
 }
 
@@ -585,7 +585,7 @@ void Applier::ReleaseKeys() {
 }
 
 void Applier::ReleaseKey(KeyId id) {
-  stalls_.OnKeyReleased(id);
+  for (const auto& one : node_.observers) one->OnKeyReleased(id);
   node_.listener.OnKeyReleased(id);
   node_.keys.Release(id, node_.last_number());
 }
@@ -602,8 +602,7 @@ void Applier::Forward(const DownMessage& message) {
 }
 
 /// The order is part of the listener's contract: a set is there before the submission that added it
-/// ends, and a key is released after the last event about it. A query is answered here, where no
-/// branch was asked, after it has been forwarded like any decision.
+/// ends, and a key is released after the last event about it.
 void Applier::Notify(const DownMessage& message) {
   if (message.type == DownType::kWork) {
     const SetState* set = node_.sets.Find(message.set);
@@ -621,22 +620,8 @@ void Applier::Notify(const DownMessage& message) {
   if (message.type == DownType::kJoinDone) node_.listener.OnJoinDone(message.rank);
   if (message.type == DownType::kStallShutdown)
     node_.listener.OnStallShutdown(FinalErrorOf(message));
-  if (message.type == DownType::kReport) Report(message);
   if (message.type == DownType::kShutdown) node_.listener.OnShutdown();
-  if (message.type == DownType::kQuery) stalls_.CloseAnswered();
-  if (message.type == DownType::kWhoWaits) divergence_.CloseAnswered();
   if (message.type == DownType::kRetire) FreeIfUnused(*node_.sets.Find(message.set));
-}
-
-/// Who reports may be no member of the set.
-void Applier::Report(const DownMessage& message) {
-  const bool is_own = LevelOfNumber(message.number) == node_.sets.depth();
-  const bool is_concerned =
-      std::ranges::find(message.ranks, node_.options.rank) != message.ranks.end();
-  if (!is_own && !is_concerned) return;
-  std::istringstream lines(message.text);
-  for (std::string line; std::getline(lines, line);) node_.listener.OnReport(line);
-  node_.listener.OnStallReported();
 }
 
 }  // namespace farandole

@@ -11,10 +11,8 @@
 #include <vector>
 
 #include "coordinator/protocol/batching.h"
-#include "coordinator/protocol/divergence.h"
 #include "coordinator/protocol/in_flight_batches.h"
 #include "coordinator/protocol/node_state.h"
-#include "coordinator/protocol/stall_monitor.h"
 #include "coordinator/protocol/vote_tally.h"
 
 namespace farandole {
@@ -27,8 +25,7 @@ namespace farandole {
 /// Lifetime: what it is made with outlives it.
 class Applier {
  public:
-  Applier(NodeState& node, VoteTally& tally, StallMonitor& stalls, Divergence& divergence)
-      : node_(node), tally_(tally), stalls_(stalls), divergence_(divergence) {}
+  Applier(NodeState& node, VoteTally& tally) : node_(node), tally_(tally) {}
   Applier(const Applier&) = delete;
   Applier& operator=(const Applier&) = delete;
 
@@ -79,13 +76,10 @@ class Applier {
   void TrackBatches(const DownMessage& message, const SetState& set);
   void Forward(const DownMessage& message);
   void Notify(const DownMessage& message);
-  void Report(const DownMessage& message);
   WorkDecision Work(const DownMessage& message) const;
 
   NodeState& node_;
   VoteTally& tally_;
-  StallMonitor& stalls_;
-  Divergence& divergence_;
 
   // Of the decision being applied; they keep their capacity.
   std::vector<DecidedKey> decided_;

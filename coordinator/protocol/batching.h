@@ -5,7 +5,7 @@
 #include <span>
 #include <vector>
 
-#include "coordinator/protocol/negotiation.h"
+#include "coordinator/protocol/listener.h"
 
 namespace farandole {
 

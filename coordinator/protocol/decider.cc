@@ -530,23 +530,9 @@ DownMessage& Decider::NewDecision(DownType type, uint32_t set) {
   return down_;
 }
 
-/// Travels in the sequence of decisions, so that a member answers after it has applied what was
-/// decided before.
-void Decider::AskAbout(KeyId id) {
-  const KeyName& name = node_.keys.At(id).name;
-  NewDecision(DownType::kQuery, name.set).key = name;
-  Broadcast();
-}
-
-void Decider::AskWhoWaits(bool where) {
-  NewDecision(DownType::kWhoWaits, kGlobalSet).rank = where ? 1 : 0;
-  Broadcast();
-}
-
-void Decider::Report(const std::vector<std::string>& lines, std::vector<int32_t> ranks) {
-  DownMessage& report = NewDecision(DownType::kReport, kGlobalSet);
-  for (const std::string& line : lines) report.text += (report.text.empty() ? "" : "\n") + line;
-  report.ranks = std::move(ranks);
+void Decider::Send(DownMessage message) {
+  message.number = NewDecision(message.type, message.set).number;
+  down_ = std::move(message);
   Broadcast();
 }
 

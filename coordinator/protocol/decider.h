@@ -53,15 +53,11 @@ class Decider {
   Status FreeBatch(int64_t number, int32_t index);
   /// The same, of this rank's own; an error is a fault().
   void FreeOwnBatch(int64_t number, int32_t index) { Note(FreeBatch(number, index)); }
-  /// Asks the members of the key's set about it.
-  void AskAbout(KeyId id);
-  /// Lines for the users of these ranks, which are ascending and below this one.
-  void Report(const std::vector<std::string>& lines, std::vector<int32_t> ranks);
-  /// Ends the job on every rank: `text` says for which stall.
+  /// Numbers and sends what an observer asks or tells the ranks below: in the sequence of
+  /// decisions, so that they answer after they have applied what was decided before.
+  void Send(DownMessage message);
+  /// Ends the job on every rank.
   void ShutDown(const Status& error);
-  /// Asks every rank what it waits for.
-  /// @param where  Asks for their places in their programs, too.
-  void AskWhoWaits(bool where);
 
   /// Not OK once a decision could not be applied here.
   const Status& fault() const { return fault_; }

@@ -1,5 +1,5 @@
 // The error messages of the negotiation, and the words for ranks and signatures. Pure
-// functions; stall_report.h has what users read about stalls.
+// functions; diagnosis/stall_report.h has what users read about stalls.
 #pragma once
 
 #include <cstdint>

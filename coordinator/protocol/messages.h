@@ -1,5 +1,5 @@
-// The messages of the protocol as plain structs; docs/protocol.md explains them, wire/ turns them
-// into bytes.
+// The messages of the protocol as plain structs; docs/protocol.md explains them, message_fields.h
+// says how they travel.
 //
 // One fat struct per direction instead of a type per message: vectors keep their capacity from use
 // to use, so the steady state allocates nothing.
@@ -155,6 +155,7 @@ struct UpMessage {
   KeyName key;                  ///< kStall.
   std::vector<Answer> answers;  ///< kAnswer.
   std::vector<WaitingRanks> waiting;  ///< kWaits.
+  bool operator==(const UpMessage&) const = default;
 
   /// As new, but for the type. Strings and vectors keep their memory, so that in the steady state a
   /// message allocates nothing.
@@ -225,6 +226,7 @@ struct DownMessage {
   std::vector<int32_t> ranks;
   FailureFacts facts;           ///< kRefuse, kStallShutdown; kLeft: see kLeave.
   std::vector<uint8_t> planes;  ///< kAddSet: plane per DeviceKind, as agreed in the hellos.
+  bool operator==(const DownMessage&) const = default;
 
   /// As UpMessage::Clear.
   void Clear() {

@@ -6,13 +6,12 @@
 
 #include "coordinator/protocol/applier.h"
 #include "coordinator/protocol/decider.h"
-#include "coordinator/protocol/divergence.h"
 #include "coordinator/protocol/error_text.h"
 #include "coordinator/protocol/limits.h"
 #include "coordinator/protocol/node_state.h"
 #include "coordinator/protocol/splits.h"
-#include "coordinator/protocol/stall_monitor.h"
 #include "coordinator/protocol/vote_tally.h"
+#include "core/clock.h"
 
 namespace farandole {
 namespace {
@@ -111,33 +110,12 @@ std::string UnreportedFailure(const SignatureCache& keys) {
 
 }  // namespace
 
-std::vector<uint8_t> NegotiationOptions::PlanesOf(std::span<const int32_t> ranks) const {
-  std::vector<uint8_t> chosen = planes;
-  if (memory.empty()) return chosen;
-  std::vector<int> shared;  // of the ranks that share any
-  for (const int32_t r : ranks) {
-    if (memory[static_cast<size_t>(r)] >= 0) shared.push_back(memory[static_cast<size_t>(r)]);
-  }
-  std::ranges::sort(shared);
-  uint8_t& cpu = chosen[static_cast<size_t>(DeviceKind::kCpu)];
-  if (shared.size() == ranks.size() && shared.front() == shared.back()) {
-    cpu = memory_plane;
-  } else if (std::ranges::adjacent_find(shared) != shared.end()) {
-    cpu = hosts_plane;
-  }
-  return chosen;
-}
-
-/// Decider -> Applier -> VoteTally, StallMonitor and Divergence; only the last two speak to one
-/// that comes after them, since a query is a decision, and not before the first call of a
-/// Negotiation.
+/// Observers -> Decider -> Applier -> VoteTally; each of them tells the observers what happens.
 struct Negotiation::Components {
   Components(NegotiationOptions options, NegotiationListener& listener)
       : node(std::move(options), listener),
         tally(node),
-        stalls(node, decider),
-        divergence(node, decider),
-        applier(node, tally, stalls, divergence),
+        applier(node, tally),
         decider(node, tally, applier) {}
 
   bool SubmitKnown(KeyId id, const Signature& signature, const Vote& vote);
@@ -148,8 +126,6 @@ struct Negotiation::Components {
 
   NodeState node;
   VoteTally tally;
-  StallMonitor stalls;
-  Divergence divergence;
   Applier applier;
   Decider decider;
   size_t forget_above = node.options.idle_keys;  // live keys
@@ -166,8 +142,7 @@ bool Negotiation::Components::SubmitKnown(KeyId id, const Signature& signature, 
   const CachedSignature* const cached = node.keys.Match(key, signature);
   if (cached == nullptr || &cached->signature != work.keys[work.own].signature) return false;
   Remember(node, key, cached, signature, vote);
-  stalls.OnSubmitted(id);
-  divergence.OnSubmitted();
+  for (const auto& one : node.observers) one->OnSubmitted(id);
   tally.CountOwn(work);
   return true;
 }
@@ -181,11 +156,12 @@ void Negotiation::Components::ForgetIdleKeys() {
     if (node.keys.Peek(id).known != nullptr) return false;  // it has an id
     Key& key = node.keys.At(id);
     const SetState* set = node.sets.Find(key.name.set);
-    const bool is_free = key.cached.empty() && key.IsAtRest() && !key.round.stalled &&
-                         !key.round.asked && set != nullptr && set->live && set->retired.empty() &&
-                         !node.listener.Holds(id) && !stalls.Knows(id);
+    const bool is_free =
+        key.cached.empty() && key.IsAtRest() && !key.round.stalled && !key.round.asked &&
+        set != nullptr && set->live && set->retired.empty() && !node.listener.Holds(id) &&
+        std::ranges::none_of(node.observers, [id](const auto& one) { return one->Knows(id); });
     if (!key.TestIdle() || !is_free) return false;
-    stalls.OnKeyReleased(id);
+    for (const auto& one : node.observers) one->OnKeyReleased(id);
     node.listener.OnKeyReleased(id);
     return true;
   });
@@ -214,8 +190,11 @@ Status Negotiation::Components::ReceiveLeave(const UpMessage& message) {
   return {};
 }
 
-Negotiation::Negotiation(NegotiationOptions options, NegotiationListener& listener)
-    : components_(std::make_unique<Components>(std::move(options), listener)) {}
+Negotiation::Negotiation(NegotiationOptions options, NegotiationListener& listener,
+                         const ObserveNegotiation& observe)
+    : components_(std::make_unique<Components>(std::move(options), listener)) {
+  if (observe) components_->node.observers = observe(components_->node, components_->decider);
+}
 Negotiation::~Negotiation() = default;
 
 KeyId Negotiation::Intern(const KeyName& name) { return components_->node.keys.Intern(name); }
@@ -249,8 +228,7 @@ Status Negotiation::Submit(KeyId id, const Signature& signature, const Vote& vot
       cached != nullptr && IsPlain(vote) && HasKnownRows(node, *set, *cached, vote.rows);
   if (!plain) FARANDOLE_RETURN_IF_ERROR(CheckRecord(node, key, *set, signature, vote));
   Remember(node, key, cached, signature, vote);
-  components_->stalls.OnSubmitted(id);
-  if (IsWaitedFor(key)) components_->divergence.OnSubmitted();
+  for (const auto& one : node.observers) one->OnSubmitted(id);
   if (plain) return components_->tally.CountOwn(id, *cached, vote.step);
   return components_->tally.CountOwn(id, OwnVotes(node, key, cached, signature, vote));
 }
@@ -334,17 +312,16 @@ Status Negotiation::ReceiveUp(int from, const UpMessage& message) {
       }
       node.SendUp(message);
       return {};
-    case UpType::kStall:
-      return components_->stalls.ReceiveStall(message);
-    case UpType::kAnswer:
-      return components_->stalls.ReceiveAnswers(child, message);
     case UpType::kUnused:
       return components_->applier.ReceiveUnused(child, message);
+    case UpType::kStall:
+    case UpType::kAnswer:
     case UpType::kBlocked:
-      components_->divergence.ReceiveBlocked();
-      return {};
     case UpType::kWaits:
-      return components_->divergence.ReceiveWaits(child, message);
+      for (const auto& one : node.observers) {
+        FARANDOLE_RETURN_IF_ERROR(one->ReceiveUp(child, message));
+      }
+      return {};
   }
   return Internal("protocol: rank " + std::to_string(message.rank) + " is not in the branch of " +
                   std::to_string(from));
@@ -374,15 +351,22 @@ void Negotiation::SetTime(int64_t now_ns) { components_->node.now_ns = now_ns; }
 int64_t Negotiation::Tick(int64_t now_ns) {
   SetTime(now_ns);
   components_->tally.CountPartial();
-  components_->divergence.Tick();
-  return std::min(components_->stalls.Tick(), due_ns());
+  int64_t next_ns = kNever;
+  for (const auto& one : components_->node.observers) next_ns = std::min(next_ns, one->Tick());
+  return std::min(next_ns, due_ns());
 }
-int64_t Negotiation::due_ns() const { return components_->divergence.due_ns(); }
+int64_t Negotiation::due_ns() const {
+  int64_t due_ns = kNever;
+  for (const auto& one : components_->node.observers) due_ns = std::min(due_ns, one->due_ns());
+  return due_ns;
+}
 
 /// An open round counts also where this rank has not submitted: somebody waits for it, and the
 /// engine polls more often.
 bool Negotiation::Busy() const {
-  return Pending() > 0 || components_->tally.open_rounds() > 0 || components_->stalls.Busy();
+  return Pending() > 0 || components_->tally.open_rounds() > 0 ||
+         std::ranges::any_of(components_->node.observers,
+                             [](const auto& one) { return one->Busy(); });
 }
 int64_t Negotiation::Pending() const { return components_->node.pending; }
 Negotiation::TableSizes Negotiation::Sizes() const {

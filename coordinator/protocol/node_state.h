@@ -5,10 +5,12 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <utility>
 #include <vector>
 
-#include "coordinator/protocol/negotiation.h"
+#include "coordinator/protocol/negotiation_observer.h"
+#include "coordinator/protocol/options.h"
 #include "coordinator/protocol/process_sets.h"
 #include "coordinator/protocol/signature_cache.h"
 
@@ -21,7 +23,7 @@ namespace farandole {
 ///   applying a decision;
 /// - a Key's round, and which ranks have joined: VoteTally;
 /// - a Key's own submission (`pending`, `own_*`): Negotiation enters it, Applier clears it;
-/// - `stalled` of a Key and a Round, Round::asked, Key::since_ns: StallMonitor; Key::seen: Decider.
+/// - `stalled` of a Key and a Round, Round::asked, Key::since_ns: observers; Key::seen: Decider.
 struct NodeState {
   NodeState(NegotiationOptions with_tree, NegotiationListener& to)
       : options(std::move(with_tree)),
@@ -38,6 +40,7 @@ struct NodeState {
 
   NegotiationOptions options;  // never changed; without the tree, which `sets` has digested
   NegotiationListener& listener;
+  std::vector<std::unique_ptr<NegotiationObserver>> observers;  // since Negotiation is made
   SignatureCache keys;
   ProcessSets sets;
   std::vector<int64_t> last_numbers;  // of the last decisions applied, by level; Applier

@@ -78,6 +78,13 @@ int64_t ShareOf(int64_t rows, int64_t size, int64_t position) {
   return rows / size + (position < rows % size ? 1 : 0);
 }
 
+int64_t ResultRows(OpKind kind, int64_t rows, std::span<const int32_t> members, int32_t rank) {
+  const auto size = static_cast<int64_t>(members.size());
+  if (kind == OpKind::kAllgather) return rows * size;
+  if (kind != OpKind::kReducescatter) return rows;
+  return ShareOf(rows, size, static_cast<int64_t>(PositionOf(rank, members)));
+}
+
 /// The products cannot overflow: CheckRows bounds the result of an allgather, CheckLimits the input
 /// of a reducescatter.
 void CountsOf(const Signature& signature, std::span<const int64_t> rows, size_t t, size_t size,

@@ -29,6 +29,10 @@ std::span<const int64_t> OfTensor(std::span<const int64_t> numbers, size_t t, si
 /// first (rows % size) ranks have one row more, as in Horovod.
 int64_t ShareOf(int64_t rows, int64_t size, int64_t position);
 
+/// Of a tensor with `rows` rows on each of the ascending `members`: the rows of its result on
+/// `rank`.
+int64_t ResultRows(OpKind kind, int64_t rows, std::span<const int32_t> members, int32_t rank);
+
 /// Allgather and reducescatter: elements of each rank's split of tensor `t`, into `counts`, by
 /// position.
 /// @param rows  Of an allgather, as decided; has passed CheckRows.
@@ -72,7 +76,7 @@ Result<std::vector<int64_t>> CollectRows(const KeyName& key, const Signature& si
 Status CheckSplits(const KeyName& key, const Signature& signature, std::span<const int64_t> rows,
                    std::span<const int64_t> splits, size_t size);
 
-/// The position of `rank` among the ascending `members`, of which it is one.
+/// The position of `rank` among the ascending `members`; of another rank, where it would be.
 size_t PositionOf(int32_t rank, std::span<const int32_t> members);
 
 /// "[2,3]"; of a long list the beginning.

@@ -9,8 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "coordinator/protocol/listener.h"
 #include "coordinator/protocol/messages.h"
-#include "coordinator/protocol/negotiation.h"
 
 namespace farandole {
 

@@ -29,8 +29,9 @@ enum class FrameType : uint8_t {
   kComplete = 12,   ///< To a rank that is accepted: the table is on its way.
   kComeAgain = 13,  ///< Likewise: rank 0 has given up its join, and may begin another one.
   kStarted = 14,    ///< An answer to kRegister: the job has started; who has the rank's place.
+  kOtherSize = 15,  ///< Likewise: rank 0 awaits another number of ranks.
 };
-inline constexpr uint8_t kLastFrameType = 14;
+inline constexpr uint8_t kLastFrameType = 15;
 inline constexpr size_t kFrameHeaderBytes = 16;
 inline constexpr size_t kFrameMacBytes = 16;
 inline constexpr uint32_t kMaxFramePayloadBytes = uint32_t{1} << 28;

@@ -53,7 +53,7 @@ const char* Describe(Refusal refusal) {
     case Refusal::kOtherVersion:
       return "runs another version of farandole";
     case Refusal::kOtherJob:
-      return "belongs to another job, or to one of another size";
+      return "belongs to another job";
     case Refusal::kWrongKey:
       return "holds another job key, or belongs to another job";
     case Refusal::kOtherEpoch:

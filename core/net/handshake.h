@@ -23,7 +23,7 @@
 
 namespace farandole {
 
-inline constexpr uint8_t kNetVersion = 2;  ///< Of handshake, frames and their contents.
+inline constexpr uint8_t kNetVersion = 3;  ///< Of handshake, frames and their contents.
 inline constexpr size_t kMaxUnprovenBytes = 64;
 
 enum class StreamRole : uint8_t {
@@ -37,9 +37,9 @@ enum class Refusal : uint8_t {
   kNone = 0,
   kGarbage = 1,       ///< The other end is not farandole.
   kOtherVersion = 2,  ///< It speaks another version.
-  kOtherJob = 3,      ///< Job or size differ.
+  kOtherJob = 3,      ///< The jobs' names differ.
   kWrongKey = 4,
-  kOtherEpoch = 5,  ///< It belongs to an earlier start of the job.
+  kOtherEpoch = 5,  ///< It belongs to another generation of the job.
   kNotJoining = 6,  ///< The acceptor is not rank 0, or has not begun to join.
   kOtherRank = 7,   ///< Something else than the connector's peer listens there.
   kNotWanted = 8,   ///< No such rank or stream, or it is connected already.
@@ -58,8 +58,8 @@ struct StreamHello {
 /// This process, at the time of a handshake.
 struct Party {
   JobKey key{};
-  uint32_t job = 0;    ///< A hash of the job's name and size.
-  uint32_t epoch = 0;  ///< Of this start of the job; 0 while it is unknown.
+  uint32_t job = 0;    ///< A hash of the job's name.
+  uint32_t epoch = 0;  ///< Tag of this generation of the job; 0 while it is unknown.
   int rank = 0;
   bool joining = false;  ///< Rank 0 once ranks may join, or could.
 };

@@ -20,8 +20,6 @@
 
 namespace farandole {
 
-std::string RankName(int rank) { return "rank " + std::to_string(rank); }
-
 namespace {
 
 constexpr uint64_t kWakeId = 0,
@@ -349,7 +347,7 @@ void StreamHub::CannotAccept(int error) {
 
 void StreamHub::FailHere(const Status& why) {
   if (options_.only_watches || std::exchange(has_failed_, true)) return;
-  Push({.kind = HubEvent::Kind::kLost, .from = rank(), .status = FailedOn(rank(), why)});
+  Lose(FailedOn(rank(), why));
 }
 
 bool StreamHub::AwaitsConnection() const {
@@ -481,10 +479,12 @@ void StreamHub::ReadHandshake(Connection& connection) {
 // Whether a connection, whose other end has proven the key, is one that this rank can expect.
 bool StreamHub::IsWanted(const Connection& connection) {
   const StreamHello& hello = connection.hello();
-  if (hello.from >= options_.size || hello.from == rank()) return false;
+  if (hello.from == rank()) return false;
+  if (hello.role == StreamRole::kJoin) return true;  // also of a job of another size: it is told so
+  if (hello.from >= options_.size) return false;
   switch (hello.role) {
     case StreamRole::kJoin:
-      return true;
+      break;
     case StreamRole::kControl: {
       const PeerState& peer = peers_[static_cast<size_t>(hello.from)];
       return peer.in == 0 && peer.lost.ok() && !peer.left;
@@ -587,7 +587,9 @@ void StreamHub::ReadFrames(Connection& connection) {
       return Break(id, ErrorText(error), true);
     }
     connection.reader->Take(ByteSpan(received_).first(static_cast<size_t>(count)));
-    peers_[static_cast<size_t>(connection.peer)].silent_ns = -period_ns();  // not this period
+    if (connection.hello().role != StreamRole::kJoin) {
+      peers_[static_cast<size_t>(connection.peer)].silent_ns = -period_ns();  // not this period
+    }
     if (!TakeFrames(connection)) return;
   }
 }
@@ -617,7 +619,7 @@ bool StreamHub::TakeFrame(Connection& connection, const StreamReader::Frame& fra
   const bool is_join = connection.hello().role == StreamRole::kJoin;
   const bool is_of_join =
       (frame.type >= FrameType::kRegister && frame.type <= FrameType::kRejected) ||
-      (frame.type >= FrameType::kTimeUp && frame.type <= FrameType::kStarted);
+      (frame.type >= FrameType::kTimeUp && frame.type <= FrameType::kOtherSize);
   if (is_join != is_of_join) return false;
   if (!is_join && frame.type == FrameType::kGoodbye) {
     peers_[static_cast<size_t>(connection.peer)].left = true;
@@ -626,8 +628,9 @@ bool StreamHub::TakeFrame(Connection& connection, const StreamReader::Frame& fra
   if (!is_join && connection.outgoing) return false;
   if (!is_join && !peers_[static_cast<size_t>(connection.peer)].lost.ok()) return true;
   if (frame.type == FrameType::kAlive) return TakeSign(connection.peer, frame.payload), true;
-  if (frame.type == FrameType::kAbort && abort_.empty()) {
-    abort_.assign(frame.payload.begin(), frame.payload.end());
+  if (frame.type == FrameType::kAbort) {
+    if (options_.liveness != nullptr) options_.liveness->Hear(frame.payload);
+    return true;
   }
   HubEvent event{
       .from = connection.peer, .connection = is_join ? connection.id : 0, .type = frame.type};
@@ -672,13 +675,9 @@ void StreamHub::Break(uint64_t id, const std::string& why, bool definite) {
   PeerState& state = peers_[static_cast<size_t>(peer)];
   (state.in == id ? state.in : state.out) = 0;
   Close(id);
-  // Both ends of a connection that the network has broken come here, though both ranks live: what
-  // is said holds for either. The peer comes first, as an error of this end names it.
-  const std::string to = RankName(rank());
-  const std::string text = why == kClosed
-                               ? " unexpectedly closed its connection to " + to + " (" + at + ")"
-                               : " and " + to + " lost their connection (" + where + ")";
-  LosePeer(peer, Unavailable(RankName(peer) + text));
+  if (why != kClosed) return LosePeer(peer, LostConnection(peer, rank(), "connection", where));
+  LosePeer(peer, Unavailable(RankName(peer) + " unexpectedly closed its connection to " +
+                             RankName(rank()) + " (" + at + ")"));
 }
 
 // What has come from the rank before is read first: it may be its goodbye.
@@ -697,8 +696,8 @@ void StreamHub::LosePeer(int rank, const Status& why) {
   }
   peer.in = peer.out = 0;
   attempts_.erase(key);
-  peer.lost = why;
-  if (!peer.left) NoteLoss(rank, why);
+  peer.lost = FailedOn(rank, why);
+  if (!peer.left) NoteLoss(rank, peer.lost);
 }
 
 void StreamHub::NoteLoss(int rank, const Status& why) {
@@ -706,7 +705,13 @@ void StreamHub::NoteLoss(int rank, const Status& why) {
     const bool is_open = entry.socket >= 0;
     if (!is_open && PeerOf(data_key) == rank) entry.failed = why;
   }
-  Push({.kind = HubEvent::Kind::kLost, .from = rank, .status = why});
+  Lose(why);
+}
+
+// The event wakes who waits for this rank at start.
+void StreamHub::Lose(const Status& why) {
+  if (options_.liveness != nullptr) options_.liveness->Note(why);
+  Push({.kind = HubEvent::Kind::kLost, .from = why.facts().ranks.front(), .status = why});
 }
 
 void StreamHub::ReadRest(Connection& connection) {
@@ -804,11 +809,6 @@ void StreamHub::Report(ByteSpan abort) {
     Append(*connections_.at(peer.out), FrameType::kAbort, abort);
     (void)Flush(*connections_.at(peer.out));
   }
-}
-
-std::vector<std::byte> StreamHub::Reported() {
-  const std::lock_guard lock(mutex_);
-  return abort_;
 }
 
 // --- Connecting ---

@@ -17,6 +17,7 @@
 
 #include "core/clock.h"
 #include "core/doorbell.h"
+#include "core/liveness.h"
 #include "core/log.h"
 #include "core/net/address.h"
 #include "core/net/data_streams.h"
@@ -25,9 +26,6 @@
 #include "core/status.h"
 
 namespace farandole {
-
-/// "rank 3".
-std::string RankName(int rank);
 
 struct HubOptions {
   Party party;   ///< Without epoch and joining.
@@ -42,6 +40,7 @@ struct HubOptions {
   const Clock* clock = nullptr;
   Log* log = nullptr;            ///< May be nullptr.
   Doorbell* doorbell = nullptr;  ///< May be nullptr.
+  Liveness* liveness = nullptr;  ///< Of who is lost and what Report sends; may be nullptr.
 };
 
 /// What has happened, in its order.
@@ -49,7 +48,8 @@ struct HubEvent {
   enum class Kind : uint8_t {
     kFrame,   ///< `type` and `data`.
     kJoined,  ///< The stream to rank 0 is open: `address` is this host's end of it.
-    kLost,    ///< `status` says why. Once for a rank, after its last complete frame.
+    kLost,    ///< `status` says why, as HubOptions::liveness does. Once for a rank, after its last
+              ///< complete frame.
   };
   Kind kind = Kind::kFrame;
   int from = 0;             ///< Rank.
@@ -92,7 +92,7 @@ class StreamHub final : public DataStreams {
 
   /// Accepts on a socket that listens, which is taken over.
   Status Listen(int socket);
-  /// Rank 0: whether ranks may join, and the number of this start of the job.
+  /// Rank 0: whether ranks may join, and the tag of this generation of the job.
   void OpenToJoins(bool open, uint32_t epoch);
   /// What a rank is told that registers, within 2 s, when they may not any more.
   void AnswerLate(std::function<std::string(int rank)> answer);
@@ -109,10 +109,9 @@ class StreamHub final : public DataStreams {
   void Expect(int from);
   /// Opens a control stream to `to`, if there is none, and watches for its signs of life.
   void Connect(int to);
-  /// Sends a final error to all ranks that are watched: for who cannot wait for the engine.
+  /// Has the Liveness of all ranks that are watched hear a final error, which cannot wait for the
+  /// engine.
   void Report(ByteSpan abort);
-  /// The first such error that has come, which is an event as well; empty: none.
-  std::vector<std::byte> Reported();
   /// Dropped without an error if `to` has said goodbye. @return Unavailable with what the event
   /// says if it is lost and out of reach; InvalidArgument if the frame is too long.
   Status Send(int to, FrameType type, ByteSpan payload);
@@ -185,6 +184,7 @@ class StreamHub final : public DataStreams {
   void Break(uint64_t id, const std::string& why, bool definite);
   void LosePeer(int rank, const Status& why);
   void NoteLoss(int rank, const Status& why);
+  void Lose(const Status& why);
   void TakeSign(int from, ByteSpan payload);
   void SendSign(Connection& connection);
   void Beat();
@@ -220,7 +220,6 @@ class StreamHub final : public DataStreams {
   std::vector<int> watched_;      // ranks
   int64_t beat_ns_ = kNever;      // when signs of life are due
   const std::string host_;        // of this rank
-  std::vector<std::byte> abort_;  // the first that has come
   bool has_warned_ = false;
   std::deque<std::string> refused_;
   int64_t paused_until_ns_ = 0;  // accepting, for want of descriptors or of room

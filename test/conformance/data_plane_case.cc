@@ -2,8 +2,12 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstdlib>
 #include <numeric>
+#include <random>
+#include <set>
 #include <sstream>
+#include <string_view>
 
 #include "core/half.h"
 #include "ops/cpu/batch.h"
@@ -65,6 +69,59 @@ PlaneCase Make(int members, DType dtype, ReduceOp op, std::vector<int64_t> count
   return c;
 }
 
+constexpr int kMostMembersByPairs = 3;
+
+const char* Variable(const char* name, const char* otherwise) {
+  const char* const value = std::getenv(name);
+  return value != nullptr ? value : otherwise;
+}
+
+bool AsksForPairs(int members) {
+#if defined(FARANDOLE_SANITIZE_THREAD)
+  return members < 0;
+#else
+  return members <= kMostMembersByPairs;
+#endif
+}
+
+/// Each property with its value, as text.
+std::vector<std::string> PropertiesOf(const PlaneCase& c) {
+  const auto list = [](char name, const std::vector<int>& positions, bool drop = false) {
+    std::string text = std::string(1, name) + (drop ? "!" : "=");
+    for (const int position : positions) text += std::to_string(position) + " ";
+    return text;
+  };
+  const auto number = [](char name, double value) { return name + std::to_string(value); };
+  const auto code = [](auto value) { return static_cast<double>(value); };
+  const int64_t most = c.splits.empty() ? -1 : *std::max_element(c.splits.begin(), c.splits.end());
+  return {number('k', code(c.kind)),
+          number('d', code(c.dtype)),
+          number('o', code(c.op)),
+          number('w', code(c.wire)),
+          number('f', code(c.fill)),
+          number('n', code(c.Count())),
+          number('g', code(c.counts.size())),
+          number('s', code(most)),
+          number('i', c.in_place),
+          number('x', c.prescale) + number('y', c.postscale) + number('z', c.own_factors),
+          number('r', c.root),
+          list('a', c.absent, c.absent_drop),
+          list('t', c.drops)};
+}
+
+/// Whether `c` has a pair of values, or a value, that is not yet in `seen`, which then has it.
+bool ShowsMore(const PlaneCase& c, std::set<std::string>& seen) {
+  const std::vector<std::string> values = PropertiesOf(c);
+  const bool by_pairs = AsksForPairs(c.members);
+  bool shows = false;
+  for (size_t i = 0; i < values.size(); ++i) {
+    for (size_t j = by_pairs ? i + 1 : i; j < (by_pairs ? values.size() : i + 1); ++j) {
+      shows = seen.insert(values[i] + values[j]).second || shows;
+    }
+  }
+  return shows;
+}
+
 void AddFactorCases(int members, DType dtype, ReduceOp op, std::vector<PlaneCase>& cases) {
   const double factors[][2] = {{0.5, 1.0}, {1.0, 0.3}, {1.7, -2.25}};
   for (const auto& factor : factors) {
@@ -88,7 +145,7 @@ void AddOwnFactorCases(int members, DType dtype, std::vector<PlaneCase>& cases) 
 }
 
 void AddBitCases(int members, DType dtype, std::vector<PlaneCase>& cases) {
-  for (const ReduceOp op : BitOpsFor(members)) {
+  for (const ReduceOp op : kAllBitOps) {
     PlaneCase c = Make(members, dtype, op, {5, 1029});
     c.fill = Fill::kRandom;
     cases.push_back(c);
@@ -108,6 +165,20 @@ void AddWireCases(int members, DType dtype, ReduceOp op, std::vector<PlaneCase>&
 }
 
 }  // namespace
+
+std::vector<PlaneCase> Drawn(std::vector<PlaneCase> cases) {
+  if (Variable("FARANDOLE_TEST_FULL", "0") == std::string_view("1")) return cases;
+  std::vector<size_t> order(cases.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::shuffle(order.begin(), order.end(),
+               std::mt19937_64(std::stoull(Variable("FARANDOLE_TEST_SEED", "1"))));
+  std::set<std::string> seen;
+  std::erase_if(order, [&](size_t at) { return !ShowsMore(cases[at], seen); });
+  std::sort(order.begin(), order.end());
+  std::vector<PlaneCase> drawn;
+  for (const size_t at : order) drawn.push_back(std::move(cases[at]));
+  return drawn;
+}
 
 std::vector<std::vector<int>> SomeMembers(int members) {
   std::vector<int> all_but_one(static_cast<size_t>(members - 1));
@@ -197,21 +268,21 @@ uint64_t InputBits(const PlaneCase& c, int member, int64_t index) {
 
 std::vector<PlaneCase> AllreduceCases(int members) {
   std::vector<PlaneCase> cases;
-  for (const DType dtype : DTypesFor(members)) {
-    for (const ReduceOp op : OpsFor(members)) {
+  for (const DType dtype : kAllDTypes) {
+    for (const ReduceOp op : kAllOps) {
       if (!IsDefined(op, dtype)) continue;
       for (const int64_t size : kSizes) cases.push_back(Make(members, dtype, op, {size}));
     }
   }
-  return cases;
+  return Drawn(std::move(cases));
 }
 
 std::vector<PlaneCase> NumericCases(int members) {
   std::vector<PlaneCase> cases;
-  for (const DType dtype : DTypesFor(members)) {
+  for (const DType dtype : kAllDTypes) {
     if (!IsFloating(dtype)) AddBitCases(members, dtype, cases);
     if (dtype != DType::kBool) AddOwnFactorCases(members, dtype, cases);
-    for (const ReduceOp op : OpsFor(members)) {
+    for (const ReduceOp op : kAllOps) {
       if (!IsDefined(op, dtype)) continue;
       PlaneCase random = Make(members, dtype, op, {1031});
       random.fill = Fill::kRandom;
@@ -224,7 +295,7 @@ std::vector<PlaneCase> NumericCases(int members) {
       if (narrows) AddWireCases(members, dtype, op, cases);
     }
   }
-  return cases;
+  return Drawn(std::move(cases));
 }
 
 std::vector<PlaneCase> ShapeCases(int members) {
@@ -246,13 +317,13 @@ std::vector<PlaneCase> ShapeCases(int members) {
   cases.push_back(large);
   large.absent = {members - 1};
   if (members > 1) cases.push_back(large);
-  return cases;
+  return Drawn(std::move(cases));
 }
 
 std::vector<PlaneCase> BroadcastCases(int members) {
   std::vector<PlaneCase> cases;
   for (int root = 0; root < members; ++root) {
-    for (const DType dtype : DTypesFor(members)) {
+    for (const DType dtype : kAllDTypes) {
       for (const int64_t size : kSizes) {
         PlaneCase c = Make(members, dtype, ReduceOp::kSum, {size, 5});
         c.kind = OpKind::kBroadcast;
@@ -270,13 +341,13 @@ std::vector<PlaneCase> BroadcastCases(int members) {
     c.absent = {(root + 1) % members};
     cases.push_back(c);
   }
-  return cases;
+  return Drawn(std::move(cases));
 }
 
 std::vector<PlaneCase> AdasumCases(int members) {
   std::vector<PlaneCase> cases;
   const std::vector<int64_t> mixed = {1, 0, 513, 64, 100'000, 3, 0, 7, 2};
-  for (const DType dtype : DTypesFor(members)) {
+  for (const DType dtype : kAllDTypes) {
     if (!IsFloating(dtype)) continue;
     const size_t first = cases.size();
     for (const int64_t size : {0, 1, 7, 4096, 65537, 300'001}) {
@@ -307,7 +378,7 @@ std::vector<PlaneCase> AdasumCases(int members) {
                 cases.end());
   }
   for (PlaneCase& c : cases) c.any_order = true;
-  return cases;
+  return Drawn(std::move(cases));
 }
 
 std::vector<PlaneCase> OnHosts(std::vector<PlaneCase> cases, const std::vector<int>& hosts) {

@@ -64,7 +64,8 @@ struct PlaneCase {
 /// Element `index` (counted through all segments) of what `member` contributes, as bits.
 uint64_t InputBits(const PlaneCase& c, int member, int64_t index);
 
-/// Every dtype of DTypesFor with every op of OpsFor at 0, 1, 7, 4096 and 65537 elements.
+/// Drawn (see there) of every dtype with every op at 0, 1, 7, 4096 and 65537 elements. All the
+/// others are drawn likewise.
 std::vector<PlaneCase> AllreduceCases(int members);
 /// Factors, averages of integers, bitwise ops, 16-bit wires, special values.
 std::vector<PlaneCase> NumericCases(int members);

@@ -16,31 +16,6 @@ inline constexpr ReduceOp kAllOps[] = {ReduceOp::kSum, ReduceOp::kAverage, Reduc
                                        ReduceOp::kMax, ReduceOp::kProduct};
 inline constexpr ReduceOp kAllBitOps[] = {ReduceOp::kBitAnd, ReduceOp::kBitOr, ReduceOp::kBitXor};
 
-/// Planes move elements by their length, whatever these mean, and kernels do not know how many
-/// members there are: with four, one dtype of each length with two ops shows as much as all of them
-/// do with fewer, and with more two dtypes do. To ThreadSanitizer two always do.
-#if defined(FARANDOLE_SANITIZE_THREAD)
-inline constexpr int kMembersWithAll = 0, kMembersWithFew = 0;
-#else
-inline constexpr int kMembersWithAll = 3, kMembersWithFew = 4;
-#endif
-inline constexpr DType kFewDTypes[] = {DType::kUint8, DType::kFloat16, DType::kFloat32,
-                                       DType::kInt64};
-inline constexpr DType kTwoDTypes[] = {DType::kFloat32, DType::kInt64};
-inline constexpr ReduceOp kFewOps[] = {ReduceOp::kSum, ReduceOp::kAverage};
-inline constexpr ReduceOp kFewBitOps[] = {ReduceOp::kBitXor};
-
-inline std::span<const DType> DTypesFor(int members) {
-  if (members > kMembersWithFew) return kTwoDTypes;
-  return members > kMembersWithAll ? std::span<const DType>(kFewDTypes) : kAllDTypes;
-}
-inline std::span<const ReduceOp> OpsFor(int members) {
-  return members > kMembersWithAll ? std::span<const ReduceOp>(kFewOps) : kAllOps;
-}
-inline std::span<const ReduceOp> BitOpsFor(int members) {
-  return members > kMembersWithAll ? std::span<const ReduceOp>(kFewBitOps) : kAllBitOps;
-}
-
 /// SplitMix64's finaliser. Source: Steele, Lea and Flood, "Fast splittable pseudorandom number
 /// generators", OOPSLA 2014, doi:10.1145/2660193.2660195.
 constexpr uint64_t MixBits(uint64_t x) {
@@ -49,6 +24,13 @@ constexpr uint64_t MixBits(uint64_t x) {
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
   return x ^ (x >> 31);
 }
+
+/// Of `cases`, in their order, as many as show each pair of values of two properties (dtype, op,
+/// size, fill, wire, factors, ...) that any of them has; with more than three members, or under
+/// ThreadSanitizer, each value: kernels do not know how many members there are. Which,
+/// FARANDOLE_TEST_SEED decides, a number that is 1 where it is not set. With FARANDOLE_TEST_FULL=1:
+/// all.
+std::vector<PlaneCase> Drawn(std::vector<PlaneCase> cases);
 
 /// Sets of positions to be absent, or to drop the result: the first, the last, all but the last.
 std::vector<std::vector<int>> SomeMembers(int members);

@@ -72,7 +72,7 @@ void AddDroppedResults(PlaneCase c, std::vector<PlaneCase>& cases) {
 /// Cases of both reducescatter and allgather.
 std::vector<PlaneCase> CasesOfSplits(OpKind kind, int members) {
   std::vector<PlaneCase> cases;
-  for (const DType dtype : DTypesFor(members)) {
+  for (const DType dtype : kAllDTypes) {
     for (const int64_t count : {int64_t{0}, int64_t{1}, int64_t{members} * 3, int64_t{5003}}) {
       cases.push_back(VariableSizeCase(kind, dtype, members, Evenly(count, members)));
       cases.push_back(VariableSizeCase(kind, dtype, members, Unevenly(count, members)));
@@ -87,7 +87,7 @@ std::vector<PlaneCase> CasesOfSplits(OpKind kind, int members) {
   cases.push_back(VariableSizeCase(kind, DType::kFloat32, members, Evenly(kManyChunks, members)));
   cases.push_back(
       VariableSizeCase(kind, DType::kInt16, members, Unevenly(2 * kManyChunks - 13, members)));
-  if (members == 1) return cases;
+  if (members == 1) return Drawn(std::move(cases));
   for (const int64_t count : {int64_t{100}, kOdd}) {
     AddDroppedResults(VariableSizeCase(kind, DType::kFloat32, members, Unevenly(count, members)),
                       cases);
@@ -112,7 +112,7 @@ std::vector<PlaneCase> ReducescatterCases(int members) {
   own.prescale = 0.5;
   own.own_factors = true;
   cases.push_back(own);
-  if (members == 1) return cases;
+  if (members == 1) return Drawn(std::move(cases));
   for (const int64_t count : {int64_t{100}, kOdd}) {
     PlaneCase c =
         VariableSizeCase(OpKind::kReducescatter, DType::kFloat32, members, Evenly(count, members));
@@ -120,12 +120,12 @@ std::vector<PlaneCase> ReducescatterCases(int members) {
     c.wire = WireFormat::kBfloat16;
     AddAbsentCases(c, cases);
   }
-  return cases;
+  return Drawn(std::move(cases));
 }
 
 std::vector<PlaneCase> AllgatherCases(int members) {
   std::vector<PlaneCase> cases = CasesOfSplits(OpKind::kAllgather, members);
-  if (members == 1) return cases;
+  if (members == 1) return Drawn(std::move(cases));
   if (members == 2) {  // takes long, and says no more with more members
     cases.push_back(VariableSizeCase(OpKind::kAllgather, DType::kInt64, members,
                                      Unevenly(kBeyondCaches, members)));
@@ -141,7 +141,7 @@ std::vector<PlaneCase> AllgatherCases(int members) {
     c.counts = {std::accumulate(c.splits.begin(), c.splits.end(), int64_t{0})};
     cases.push_back(std::move(c));
   }
-  return cases;
+  return Drawn(std::move(cases));
 }
 
 std::vector<PlaneCase> AlltoallCases(int members) {
@@ -151,17 +151,17 @@ std::vector<PlaneCase> AlltoallCases(int members) {
     c.splits = {};
     return c;
   };
-  for (const DType dtype : DTypesFor(members)) {
+  for (const DType dtype : kAllDTypes) {
     for (const int64_t largest : {0, 1, 7, 4099}) cases.push_back(of(dtype, largest));
   }
   cases.push_back(of(DType::kFloat32, kOdd));
   cases.push_back(of(DType::kFloat32, kManyChunks / members));
   cases.push_back(of(DType::kUint8, kManyChunks / members + 11));
-  if (members == 1) return cases;
+  if (members == 1) return Drawn(std::move(cases));
   for (const int64_t largest : {int64_t{9}, kOdd}) {
     AddDroppedResults(of(DType::kFloat64, largest), cases);
   }
-  return cases;
+  return Drawn(std::move(cases));
 }
 
 }  // namespace farandole

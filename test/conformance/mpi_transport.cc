@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "coordinator/control/frame_coalescer.h"
+#include "coordinator/liveness/table.h"
 #include "core/clock.h"
 #include "core/counters.h"
 #include "test/conformance/transport_cases.h"
@@ -124,16 +125,18 @@ Status MessagesWaitUntilTheReceiverKnowsItsNeighbours(Rank& me) {
 Status AFinalErrorReachesAllRanks(Rank& me) {
   me.transport->SetNeighbours(NeighboursInChain(me));
   Counters counters;
-  FrameCoalescer coalescer(*me.transport, counters);
+  LivenessTable table;
+  FrameCoalescer coalescer(*me.transport, counters, table);
   const int last = me.size - 1;
   Status error = Internal("the cause");
   const int64_t deadline_ns = SteadyClock().NowNs() + kTransportPatienceNs;
-  for (error = me.rank == last ? error : Status(); error.ok(); error = coalescer.Drain(10)) {
+  for (error = me.rank == last ? error : Status(); error.ok(); error = table.Judge().error) {
     if (SteadyClock().NowNs() > deadline_ns) return Timeout("no final error came");
+    coalescer.Drain(10);
     sched_yield();
   }
-  coalescer.SpreadAbort(error);
-  while (!me.transport->Drained() && SteadyClock().NowNs() < deadline_ns) (void)coalescer.Drain(10);
+  coalescer.SpreadAbort(error, me.rank != last);
+  while (!me.transport->Drained() && SteadyClock().NowNs() < deadline_ns) coalescer.Drain(10);
   const std::string expected = "rank " + std::to_string(last) + " failed: the cause";
   if (me.rank == last || error.message() == expected) return Status();
   return Internal("another error came: " + error.ToString());

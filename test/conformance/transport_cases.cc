@@ -42,7 +42,6 @@ Result<Transport::Incoming> NextMessage(Transport& transport) {
   while (SteadyClock().NowNs() < deadline_ns) {
     Result<std::optional<Transport::Incoming>> polled = transport.Poll();
     if (!polled.ok()) return polled.status();
-    if (polled.value() && !polled.value()->lost.ok()) return polled.value()->lost;
     if (polled.value()) return *polled.value();
     sched_yield();
   }

@@ -20,7 +20,7 @@ ENVIRONMENT = os.environ | {
 }  # fmt: skip
 
 
-def run(*command: object, timeout_s: float = 100, **variables: str) -> str:
+def run(*command: object, timeout_s: float = 600, **variables: str) -> str:
     """Runs a command that must succeed; gives its output."""
     done = subprocess.run(
         [*map(str, command)], env=ENVIRONMENT | variables, timeout=timeout_s, text=True,

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import farandole.torch as fl  # noqa: E402
-from farandole.torch._codecs import context_of  # noqa: E402
+from farandole.torch.optimizer._codecs import context_of  # noqa: E402
 from models import OPTIMIZERS, Branched, train_alone  # noqa: E402
 from ranks import run_mpi, run_threads  # noqa: E402
 

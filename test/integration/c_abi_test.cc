@@ -138,10 +138,10 @@ struct Refusals {
 // NULL, are below.
 TEST_F(CAbi, RefusesNullByTheNameOfThePointer) {
   int32_t due = 0;
+  int64_t rounds = 0;
   farandole_round_status status{};
   status.struct_size = sizeof status;
   float results[4] = {};
-  const farandole_output place = {results, sizeof results, nullptr};
   const farandole_output no_place = {nullptr, sizeof results, nullptr};
   farandole_stream stream{};
   stream.struct_size = sizeof stream;
@@ -168,38 +168,44 @@ TEST_F(CAbi, RefusesNullByTheNameOfThePointer) {
           &tensor, 1, &an_operation, nullptr);
   all.Expect("prepare", "shape",
              farandole_prepare(context, &params, "n", &no_shape, 1, &an_operation, nullptr));
-  all.Try("start", farandole_start, "operation - in out - - work", operation, 0, &in, &out, nullptr,
-          nullptr, &a_work);
-  all.Expect("start", "no input",
+  farandole_request request{};
+  request.struct_size = sizeof request;
+  request.in = &in;
+  request.out = &out;
+  all.Try("start_request", farandole_start_request, "operation request work", operation, &request,
+          &a_work);
+  all.Try("run_request", farandole_run_request, "operation request - work", operation, &request, -1,
+          &a_work);
+  all.Expect("start_request", "in",
+             farandole_start(operation, 0, nullptr, &out, nullptr, nullptr, &a_work));
+  all.Expect("start_request", "out",
+             farandole_start(operation, 0, &in, nullptr, nullptr, nullptr, &a_work));
+  all.Expect("start_request", "no input",
              farandole_start(operation, 0, &no_in, &out, nullptr, nullptr, &a_work));
-  all.Expect("start", "no output",
+  all.Expect("start_request", "no output",
              farandole_start(operation, 0, &in, &no_out, nullptr, nullptr, &a_work));
-  all.Try("start_on", farandole_start_on, "operation - - - - - stream work", operation, 0, &in,
-          &out, nullptr, nullptr, &stream, &a_work);
-  all.Try("start_allocating", farandole_start_allocating, "operation - in - - work", gathering, 0,
-          &in, nullptr, nullptr, &a_work);
-  all.Expect("start_allocating", "no input",
+  all.Expect("start_request", "in",
+             farandole_start_allocating(gathering, 0, nullptr, nullptr, nullptr, &a_work));
+  all.Expect("start_request", "no input",
              farandole_start_allocating(gathering, 0, &no_in, nullptr, nullptr, &a_work));
-  all.Expect("start_allocating", "allocate",
+  all.Expect("start_request", "allocate",
              farandole_start_allocating(gathering, 0, &in, &allocator, nullptr, &a_work));
-  all.Try("start_allocating_on", farandole_start_allocating_on, "- - in - - - -", gathering, 0, &in,
-          nullptr, nullptr, nullptr, &a_work);
-  all.Try("start_into", farandole_start_into, "operation - in out - work", gathering, 0, &in,
-          &place, nullptr, &a_work);
-  all.Expect("start_into", "no address",
+  all.Expect("start_request", "out",
+             farandole_start_into(gathering, 0, &in, nullptr, nullptr, &a_work));
+  all.Expect("start_request", "no address",
              farandole_start_into(gathering, 0, &in, &no_place, nullptr, &a_work));
-  all.Try("run_into", farandole_run_into, "operation - in out - work", operation, 0, &in, &place,
-          -1, &a_work);
-  all.Expect("run_into", "no address",
+  all.Expect("run_request", "in", farandole_run(operation, 0, nullptr, &out, -1, &a_work));
+  all.Expect("run_request", "out", farandole_run(operation, 0, &in, nullptr, -1, &a_work));
+  all.Expect("run_request", "no output", farandole_run(operation, 0, &in, &no_out, -1, &a_work));
+  all.Expect("run_request", "no address",
              farandole_run_into(operation, 0, &in, &no_place, -1, &a_work));
+  all.Try("output_rows", farandole_output_rows, "context - - - out", context, FARANDOLE_ALLGATHER,
+          0, 1, &number);
   all.Try("received_rows", farandole_received_rows, "work - rows -", work, 0, &number, 1);
   all.Try("take_result", farandole_take_result, "work - result", work, 0, &a_buffer);
   all.Try("buffer_allocate", farandole_buffer_allocate, "context - out", context, 1, &a_buffer);
   all.Try("wait_on", farandole_wait_on, "work stream -", work, &stream, 0);
   all.Try("is_complete", farandole_is_complete, "work", work);
-  all.Try("run", farandole_run, "operation - in out - work", operation, 0, &in, &out, -1, &a_work);
-  all.Expect("run", "no input", farandole_run(operation, 0, &no_in, &out, -1, &a_work));
-  all.Expect("run", "no output", farandole_run(operation, 0, &in, &no_out, -1, &a_work));
   all.Try("wait", farandole_wait, "work -", work, 0);
   all.Try("join", farandole_join, "context - last_rank", context, 0, &rank);
   all.Try("set_add", farandole_set_add, "context pointer - work", context, ranks, 1, &a_work);
@@ -213,6 +219,14 @@ TEST_F(CAbi, RefusesNullByTheNameOfThePointer) {
           &tensor, 1, FARANDOLE_CPU);
   all.Expect("gradients_redefine", "shape",
              farandole_gradients_redefine(gradients, &no_shape, 1, FARANDOLE_CPU));
+  all.Try("gradients_rebind", farandole_gradients_rebind, "gradients - - - -", gradients, context,
+          0, nullptr, 0);
+  all.Try("gradients_set_passes", farandole_gradients_set_passes, "gradients -", gradients, 1);
+  all.Try("gradients_note_failure", farandole_gradients_note_failure, "gradients -", gradients,
+          nullptr);
+  all.Try("gradients_forget", farandole_gradients_forget, "gradients", gradients);
+  all.Try("gradients_complete", farandole_gradients_complete, "gradients rounds", gradients,
+          &rounds);
   all.Try("gradients_add", farandole_gradients_add, "gradients tensors -", gradients, &tensor, 1);
   all.Try("gradients_count_pass", farandole_gradients_count_pass, "gradients -", gradients, 0);
   all.Try("gradients_open", farandole_gradients_open, "gradients", gradients);
@@ -334,6 +348,20 @@ TEST_F(CAbi, RefusesOutputsThatCannotHoldTheResult) {
   }
   const farandole_output in_place = {data, sizeof data, nullptr};
   EXPECT_EQ(farandole_run_into(operation, 0, &in, &in_place, -1, &a_work), FARANDOLE_OK);
+}
+
+TEST_F(CAbi, RefusesRequestsWhoseResultsGoToSeveralPlacesOrWouldBeLost) {
+  farandole_request twice{}, kept{};
+  twice.struct_size = kept.struct_size = sizeof kept;
+  twice.in_library = kept.in_library = 1;
+  twice.in = kept.in = &in;
+  twice.out = &out;
+  EXPECT_EQ(farandole_start_request(gathering, &twice, &a_work), FARANDOLE_INVALID_ARGUMENT);
+  EXPECT_THAT(farandole_last_error(), HasSubstr("its results go to 2 places"));
+  EXPECT_EQ(farandole_run_request(gathering, &kept, -1, &a_work), FARANDOLE_INVALID_ARGUMENT);
+  EXPECT_THAT(farandole_last_error(), HasSubstr("expected farandole_start_request"));
+  EXPECT_EQ(farandole_start_request(operation, &kept, &a_work), FARANDOLE_INVALID_ARGUMENT);
+  EXPECT_THAT(farandole_last_error(), HasSubstr("its results have a size that is known"));
 }
 
 TEST_F(CAbi, TheRootOfABroadcastNeedsNoOutput) {

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "coordinator/engine/gradient_round.h"
+#include "coordinator/gradients/gradient_round.h"
 #include "test/planes/failing_plane.h"
 #include "test/planes/late_plane.h"
 #include "test/planes/stopping_plane.h"

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "coordinator/engine/gradient_round.h"
+#include "coordinator/gradients/gradient_round.h"
 #include "test/support/stepped_job.h"
 
 namespace farandole {

@@ -298,8 +298,8 @@ TEST(ProcessSetChurn, AnOperationStartedAfterTheEndAndBeforeItIsToldIsAborted) {
   churn.job.Settle();
   const void* in = held.data.data();
   void* out = held.data.data();
-  Result<std::shared_ptr<Work>> work =
-      engine.StartClaimed(*held.operation, {&in, 1}, {&out, 1}, {}, true);
+  ClaimedOperation claimed(*held.operation);
+  Result<std::shared_ptr<Work>> work = engine.StartClaimed(claimed, {&in, 1}, {&out, 1}, {}, true);
   churn.job.Settle();
   ASSERT_TRUE(work.ok() && work.value()->done());
   EXPECT_EQ(work.value()->status().code(), Code::kAborted);

@@ -142,20 +142,18 @@ TEST(TcpNetwork, ALostRankIsReportedOnceAfterItsMessages) {
       while (!me.transport->Drained()) std::this_thread::yield();
       return Status();
     }
+    while (me.liveness.news() == 0) std::this_thread::yield();
     int messages = 0;
     for (;;) {
       Result<std::optional<Transport::Incoming>> polled = me.transport->Poll();
       if (!polled.ok()) return polled.status();
-      if (!polled.value()) {
-        std::this_thread::yield();
-      } else if (polled.value()->lost.ok()) {
-        ++messages;
-      } else {
-        EXPECT_EQ(polled.value()->from, 1);
-        EXPECT_EQ(messages, 2);
-        return me.transport->Send(1, {});
-      }
+      if (!polled.value()) break;
+      ++messages;
     }
+    EXPECT_EQ(messages, 2);
+    EXPECT_EQ(me.liveness.Judge().error.facts().ranks, std::vector<int32_t>{1});
+    EXPECT_EQ(me.liveness.news(), 1);
+    return me.transport->Send(1, {});
   });
   EXPECT_EQ(outcomes[0].code(), Code::kUnavailable) << outcomes[0].ToString();
 }
@@ -180,12 +178,11 @@ TEST(TcpNetwork, ARankThatHasLeftIsNotLost) {
       if (!polled.ok()) return polled.status();
       if (!polled.value()) {
         std::this_thread::yield();
-      } else if (!polled.value()->lost.ok()) {
-        return polled.value()->lost;
       } else {
         came = true;
       }
     }
+    FARANDOLE_RETURN_IF_ERROR(me.liveness.Judge().error);
     return me.transport->Send(1, {});
   }));
 }
@@ -221,7 +218,7 @@ TEST(TcpNetwork, TheFirstRankWhoseTimeIsUpEndsTheJoinOfAllWithTheNames) {
 std::unique_ptr<StreamHub> HubByHand(int rank) {
   Party party{.rank = rank};
   std::ranges::fill(party.key, std::byte{'k'});
-  const Digest job = Sha256({TextBytes("/3")});
+  const Digest job = Sha256({TextBytes("")});
   std::memcpy(&party.job, job.data(), sizeof party.job);
   return std::move(StreamHub::Create({.party = party, .size = 3, .clock = &SteadyClock()}).value());
 }
@@ -244,7 +241,7 @@ std::unique_ptr<StreamHub> RegisterByHand(const LoopbackListener& root) {
     }
     const std::optional<HubEvent> joined = hub->Next();
     if (joined->kind != HubEvent::Kind::kJoined) continue;  // rank 0 is not there yet
-    const std::string text = EncodeRegistration({instance, ThisProcess(), {}});
+    const std::string text = EncodeRegistration({instance, ThisProcess(), {}, 3});
     hub->SendOnJoin(joined->connection, FrameType::kRegister, TextBytes(text), false);
     const std::optional<HubEvent> answer = AwaitEvent(*hub, HubEvent::Kind::kFrame);
     if (!answer || answer->type == FrameType::kAccepted) return hub;
@@ -408,9 +405,13 @@ TEST(TcpNetwork, ARankOfAnotherJobIsToldSoAndDisturbsNobody) {
     EXPECT_THAT(key.message(), AllOf(HasSubstr("rank 1 cannot reach rank 0 at 127.0.0.1:"),
                                      HasSubstr("holds another job key")));
     const Status job = join([](TcpNetworkOptions& o) { o.job = "other"; });
-    EXPECT_THAT(job.message(), HasSubstr("belongs to another job, or to one of another size"));
-    const Status size = join([](TcpNetworkOptions& o) { o.size = 7; });
-    EXPECT_THAT(size.message(), HasSubstr("belongs to another job, or to one of another size"));
+    EXPECT_THAT(job.message(), HasSubstr("belongs to another job"));
+    for (const int rank : {1, 4}) {
+      const Status size = join([rank](TcpNetworkOptions& o) { o.rank = rank, o.size = 5; });
+      EXPECT_EQ(size.code(), Code::kMismatch);
+      EXPECT_THAT(size.message(), HasSubstr("says it is rank " + std::to_string(rank) +
+                                            " of 5, but rank 0's job has 2 ranks"));
+    }
     TcpRank me;
     const Status joined = JoinTestJob(me, TestNetwork(1, 2, root));
     return joined.ok() ? Gather(me) : joined;

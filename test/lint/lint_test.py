@@ -34,6 +34,26 @@ SAMPLES = {
             {"ops/gpu/nccl/a.cc": '#include "ops/gpu/backend.h"\n'},
         ),
     ],
+    rules.import_cycles: [
+        (
+            {
+                "bindings/python/farandole/a.py": "from farandole import b\n",
+                "bindings/python/farandole/b.py": "def f():\n    import farandole.a\n",
+            },
+            {
+                "bindings/python/farandole/__init__.py": "from farandole import a\nfrom farandole.a import x\n",
+                "bindings/python/farandole/_c.pyi": "from farandole.b import X\n",
+                "bindings/python/farandole/a.py": "from farandole import _c, b\n",
+                "bindings/python/farandole/b.py": "if TYPE_CHECKING:\n    from farandole.a import X\n",
+            },
+        ),
+    ],
+    rules.arrows: [
+        (
+            {"core/a.h": "", "core/b.h": '#include "core/a.h"\n', "core/a.cc": '#include "core/b.h"\n'},
+            {"core/a.h": "", "core/b.h": "", "core/a.cc": '#include "core/a.h"\n#include "core/b.h"\n'},
+        ),
+    ],
     rules.environment: [
         ({"ops/a.cc": 'auto x = std::getenv("X");\n'}, {"core/config.cc": 'std::getenv("X");\n'}),
         ({"core/a.cc": "for (char** e = environ; *e; ++e) {\n"}, {"ops/a.cc": "// getenv(x)\n"}),

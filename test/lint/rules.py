@@ -3,6 +3,7 @@
 A rule takes the tree as {path: text}, so that `lint_test.py` can show it a small bad sample.
 """
 
+import ast
 import json
 import posixpath
 import re
@@ -20,11 +21,12 @@ LAYERS = ["core", "ops", "coordinator", "bindings", "examples"]
 #: interfaces of planes and devices, what the CPU planes share, and the planes; in `ops/gpu` the plane
 #: with the interface of its backends, and the backends; in `ops/p2p` the plane, and its links.
 INNER_LAYERS = {
-    "coordinator": [{"protocol"}, {"control"}, {"engine"}],
+    "coordinator": [{"protocol"}, {"control"}, {"liveness"}, {"engine"}, {"diagnosis", "gradients"}, {"job"}],
     "ops": [{""}, {"cpu"}, {"shm", "p2p", "hierarchical", "gpu"}],
     "ops/gpu": [{""}, {"cuda", "nccl"}],
     "ops/p2p": [{""}, {"mpi", "tcp"}],
 }
+LEVELLED = ("core/", "coordinator/protocol/", "coordinator/control/", "coordinator/diagnosis/")
 TOP_LEVEL = {
     "CMakeLists.txt", "core", "coordinator", "ops", "bindings", "examples", "test", "setup.py",
     "README.md", "pyproject.toml", "LICENSE", "CHANGELOG.md", "docs", "findings",
@@ -94,6 +96,38 @@ def layering(tree: Tree) -> Iterator[str]:
                 yield f"{path}:{number}: {layer}/{own} must not include from {layer}/{other}"
 
 
+def imports_of(code: str, modules: Iterable[str]) -> set[str]:
+    """Which of `modules` the code imports, wherever; but for what only a type checker reads."""
+    found = set()
+    waiting: list[ast.AST] = [ast.parse(code)]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            waiting += node.orelse
+            continue
+        waiting += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            full = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= full & set(modules) or {node.module}
+    return found & set(modules)
+
+
+def import_cycles(tree: Tree) -> Iterator[str]:
+    """No modules of the package import one another in a circle, inside of functions neither."""
+    files = {path: PurePosixPath(path) for path in tree if re.match(r"bindings/python/farandole/.*\.pyi?$", path)}
+    names = {path: ".".join((*file.parts[2:-1], file.stem)).removesuffix(".__init__") for path, file in files.items()}
+    imports = {name: imports_of(tree[path], names.values()) for path, name in names.items()}
+    circle = dict(imports)
+    while ends := {name for name, others in circle.items() if not others & circle.keys()}:
+        circle = {name: others for name, others in circle.items() if name not in ends}
+    while starts := circle.keys() - set().union(*circle.values()):
+        circle = {name: others for name, others in circle.items() if name not in starts}
+    for name, others in sorted(circle.items()):
+        yield f"{name} imports {', '.join(sorted(others & circle.keys()))}, in a circle"
+
+
 def environment(tree: Tree) -> Iterator[str]:
     """Environment variables are read in core/config.cc alone (scripts, examples and tests excepted)."""
     read = re.compile(r"\b(?:secure_)?getenv\s*\(|\benviron\b")
@@ -110,14 +144,15 @@ def threads(tree: Tree) -> Iterator[str]:
     for path, number, line in lines_of(tree):
         if folder(path) in ("examples", "test"):
             continue
-        places = ("coordinator/engine/", "ops/gpu/launch_queue.", "core/timeline.", "core/flight_recorder.",
-                  "core/net/stream_hub.", "bindings/c/bootstrap.")
+        places = ("coordinator/engine/", "coordinator/diagnosis/program_probe.", "ops/gpu/launch_queue.",
+                  "core/timeline.", "core/flight_recorder.", "core/net/stream_hub.", "coordinator/job/bootstrap.")
         if path.startswith(places):
             continue
         if start.search(without_comments(line)):
             yield (
-                f"{path}:{number}: threads live in coordinator/engine/, ops/gpu/launch_queue.*, core/timeline.*, "
-                "core/flight_recorder.*, core/net/stream_hub.* and bindings/c/bootstrap.* only"
+                f"{path}:{number}: threads live in coordinator/engine/, coordinator/diagnosis/program_probe.*, "
+                "ops/gpu/launch_queue.*, core/timeline.*, core/flight_recorder.*, core/net/stream_hub.* and "
+                "coordinator/job/bootstrap.* only"
             )
 
 
@@ -296,7 +331,24 @@ def variables(tree: Tree) -> Iterator[str]:
                 yield f"{path}:{number}: {name} is not on {SETTINGS_PAGE}"
 
 
-RULES = [layering, environment, threads, backend_conditionals, machine_paths, words, sizes, reasons,
+def arrows(tree: Tree) -> Iterator[str]:
+    """A source of LEVELLED includes no header that includes its own: what is used does not know its users."""
+    includes = {path: [name for name in re.findall(r'^#include "([\w./-]+)"', text, re.M) if name in tree]
+                for path, text in tree.items() if path.endswith(CODE)}
+
+    def reaches(header: str, target: str, seen: set[str]) -> bool:
+        new = [name for name in includes.get(header, []) if name not in seen]
+        seen.update(new)
+        return target in new or any(reaches(name, target, seen) for name in new)
+
+    for path, headers in includes.items():
+        own = path.removesuffix(".cc") + ".h"
+        for header in headers if path.startswith(LEVELLED) and path.endswith(".cc") else []:
+            if header != own and reaches(header, own, set()):
+                yield f"{path}: {header} includes {own}, so it must not be included here"
+
+
+RULES = [layering, import_cycles, arrows, environment, threads, backend_conditionals, machine_paths, words, sizes, reasons,
          top_level, columns, links, snippets, labels, variables]
 
 

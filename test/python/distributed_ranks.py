@@ -4,7 +4,7 @@ import pathlib
 import textwrap
 
 import distributed_job
-from ranks import communicate, start_forked
+from ranks import GUARD_S, communicate, start_forked
 
 JOB = pathlib.Path(distributed_job.__file__)
 PRELUDE = """
@@ -22,7 +22,7 @@ def tell(text):
 """
 
 
-def run(size, arguments, codes=None, timeout_s=120):
+def run(size, arguments, codes=None, timeout_s=GUARD_S):
     """Returns the outputs by rank. ``codes``: the expected exit codes."""
     return communicate(start_forked(size, arguments), codes, timeout_s)
 

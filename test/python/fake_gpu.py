@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from farandole import _core, basics
-from farandole.torch import _codecs, _compat
+from farandole.torch import _compat
 from farandole.torch import _library as torch_library
+from farandole.torch.optimizer import _codecs
 
 BUILD = pathlib.Path(os.environ.get("FARANDOLE_TEST_BUILD_DIR", "nowhere"))
 PLUGIN = BUILD / "test/fakes/libfarandole_fake_cuda.so"

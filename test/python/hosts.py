@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import IO, Any
 
-from ranks import PYTHON_PATH
+from ranks import GUARD_S, PYTHON_PATH
 
 _ADDRESSES = ("10.77.0.1", "10.77.0.2")
 _IPV6_ADDRESSES = ("2001:db8::1", "2001:db8::2")
@@ -69,7 +69,7 @@ class TwoHosts:
             keeper.communicate()
 
     def mpirun(
-        self, ranks: int, command: Sequence[str], timeout_s: float = 120, **variables: str
+        self, ranks: int, command: Sequence[str], timeout_s: float = GUARD_S, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         """Runs ``command`` on ``ranks`` ranks of each host, the lower ones on the first; stdout holds stderr too."""
         job = self.start(ranks, command, **variables)

@@ -22,6 +22,8 @@ import warm_ranks
 
 THIS_DIR = pathlib.Path(__file__).resolve().parent
 REPOSITORY = THIS_DIR.parent.parent
+#: How long ranks may take: a guard against hangs, on a loaded machine, too. pytest's own (pyproject.toml) is twice it.
+GUARD_S = 300
 #: Of processes that tests start.
 PYTHON_PATH = os.pathsep.join(filter(None, [str(THIS_DIR), os.environ.get("PYTHONPATH")]))
 
@@ -33,7 +35,7 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-def run_threads(size: int, body: Callable[[int], Any], timeout_s: float = 60) -> list[Any]:
+def run_threads(size: int, body: Callable[[int], Any], timeout_s: float = GUARD_S) -> list[Any]:
     """Calls ``body(rank)`` on every rank and gives the results by rank.
 
     Raises:
@@ -86,7 +88,7 @@ def run_and_leave_nothing(command: Sequence[str], timeout_s: float, **options: A
 
 
 def mpirun(
-    size: int, arguments: Sequence[str], timeout_s: float = 100, **variables: str
+    size: int, arguments: Sequence[str], timeout_s: float = GUARD_S, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Runs this Python with ``arguments`` under mpirun; stdout holds stderr too."""
     environment = os.environ | variables
@@ -109,7 +111,7 @@ def mpirun(
     return done
 
 
-def run_mpi(size: int, script: str, timeout_s: float = 100, **variables: str) -> list[str]:
+def run_mpi(size: int, script: str, timeout_s: float = GUARD_S, **variables: str) -> list[str]:
     """Runs the text of a script on every rank, where ``tell(value)`` is at hand.
 
     Returns:
@@ -125,7 +127,7 @@ def run_mpi(size: int, script: str, timeout_s: float = 100, **variables: str) ->
     return _told(size, script, run)
 
 
-def run_forked(size: int, script: str, timeout_s: float = 120, **variables: str) -> list[str]:
+def run_forked(size: int, script: str, timeout_s: float = GUARD_S, **variables: str) -> list[str]:
     """As run_mpi, on ranks that start_forked starts."""
     return _told(size, script, lambda text: communicate(start_forked(size, ["-c", text], **variables), None, timeout_s))
 
@@ -161,7 +163,7 @@ def start_forked(size: int, arguments: Sequence[object], **variables: str) -> li
     return [warm_ranks.start(arguments, environment(**variables, **place)) for place in places]
 
 
-def communicate(ranks: Sequence[Any], codes: Sequence[int] | None = None, timeout_s: float = 120) -> list[str]:
+def communicate(ranks: Sequence[Any], codes: Sequence[int] | None = None, timeout_s: float = GUARD_S) -> list[str]:
     """What processes have written by their end, which is with these exit codes, or 0."""
     try:
         outputs = [rank.communicate(timeout=timeout_s)[0] for rank in ranks]

@@ -84,7 +84,7 @@ class Slurm:
                 subprocess.run(["kill", text], check=False, capture_output=True)
 
     def run(
-        self, *command: str, nodes: int = 1, tasks: int = 2, timeout_s: float = 90
+        self, *command: str, nodes: int = 1, tasks: int = 2, timeout_s: float = 300
     ) -> subprocess.CompletedProcess[str]:
         """Runs a command in an allocation, as a batch script would; stdout holds stderr too."""
         return subprocess.run(

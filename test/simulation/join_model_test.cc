@@ -46,7 +46,8 @@ double ServeOne(const TableEntry& entry) {
   double least = 1e18;
   for (int i = 0; i < 20; ++i) {
     Handshake joiner = Handshake::Connect(party, {StreamRole::kJoin, 1}, 0);
-    const std::string registration = EncodeRegistration({1, ThisProcess(), entry.addresses});
+    const std::string registration =
+        EncodeRegistration({1, ThisProcess(), entry.addresses, kRanks});
     const std::vector<std::byte> hello = joiner.TakeOutput();
     double took = 0;
     Handshake root = Handshake::Accept(party);

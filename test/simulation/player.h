@@ -12,6 +12,8 @@
 #include <vector>
 
 #include "coordinator/control/frame_coalescer.h"
+#include "coordinator/diagnosis/detectors.h"
+#include "coordinator/liveness/table.h"
 #include "coordinator/protocol/batching.h"
 #include "coordinator/protocol/negotiation.h"
 #include "core/counters.h"
@@ -47,7 +49,7 @@ class WorldTransport final : public Transport {
   std::optional<Incoming> incoming_;
 };
 
-class Player final : public NegotiationListener {
+class Player final : public NegotiationListener, private DetectorListener {
  public:
   Player(World& world, int rank);
 
@@ -74,7 +76,7 @@ class Player final : public NegotiationListener {
   void OnLeft(int rank) override;
   void OnShutdown() override;
   void OnReport(const std::string& text) override;
-  std::vector<std::string> OnStalls(const std::vector<StallFacts>& stalls) override;
+  std::vector<std::string> OnStalls(const std::vector<StallFacts>& stalls, int64_t) override;
   void OnStallShutdown(const Status& error) override;
 
  private:
@@ -126,6 +128,7 @@ class Player final : public NegotiationListener {
   std::vector<std::byte> bytes_;
   WorldTransport transport_;
   Counters counters_;
+  LivenessTable liveness_;
   FrameCoalescer coalescer_;
 
   std::vector<Progress> progress_;  // by operation

@@ -113,10 +113,6 @@ class ScaledJob::Node final : public NegotiationListener {
   void OnLeft(int) override {}
   void OnShutdown() override {}
   void OnReport(const std::string& text) override { Require(Internal(text)); }
-  std::vector<std::string> OnStalls(const std::vector<StallFacts>&) override {
-    Require(Internal("a stall"));
-    return {};
-  }
   void OnStallShutdown(const Status& error) override { Require(error); }
 
  private:

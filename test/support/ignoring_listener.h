@@ -2,7 +2,6 @@
 #pragma once
 
 #include <string>
-#include <vector>
 
 #include "coordinator/protocol/negotiation.h"
 
@@ -21,7 +20,6 @@ class IgnoringListener : public NegotiationListener {
   void OnLeft(int) override {}
   void OnShutdown() override {}
   void OnReport(const std::string&) override {}
-  std::vector<std::string> OnStalls(const std::vector<StallFacts>&) override { return {}; }
   void OnStallShutdown(const Status&) override {}
 };
 

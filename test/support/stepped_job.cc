@@ -32,13 +32,18 @@ SteppedJob::SteppedJob(int size, EngineOptions base, const WrapPlane& wrap,
     Rank& rank = ranks_[static_cast<size_t>(r)];
     rank.counters = std::make_unique<Counters>();
     rank.log = std::make_unique<RecordingLog>();
-    rank.transport = hub_->Create(r, rank.doorbell.get());
+    rank.liveness = std::make_unique<LivenessTable>(rank.doorbell.get());
+    rank.transport = hub_->Create(r, rank.doorbell.get(), rank.liveness.get());
     rank.plane = std::make_unique<SharedMemoryPlane>(local_, r, BestCpuKernels());
     if (wrap) rank.plane = wrap(r, std::move(rank.plane));
     base.negotiation.rank = r;
     EngineParts parts{rank.transport.get(), {rank.plane.get()}, rank.doorbell.get(),     &clock,
                       rank.counters.get(),  rank.log.get(),     gpus ? gpus(r) : nullptr};
+    parts.liveness = rank.liveness.get();
     if (memory) parts.memory = memory(r);
+    rank.diagnosis =
+        std::make_unique<Diagnosis>(Diagnosis::Options{.rank = r, .log = rank.log.get()});
+    rank.diagnosis->Observe(parts);
     rank.engine = std::make_unique<Engine>(base, parts);
   }
 }

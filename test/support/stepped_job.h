@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "coordinator/control/in_process.h"
+#include "coordinator/diagnosis/diagnosis.h"
 #include "coordinator/engine/engine.h"
 #include "ops/shm/plane.h"
 #include "test/support/fake_clock.h"
@@ -58,10 +59,12 @@ class SteppedJob {
  private:
   struct Rank {
     std::unique_ptr<FutexDoorbell> doorbell;
+    std::unique_ptr<LivenessTable> liveness;
     std::unique_ptr<Counters> counters;
     std::unique_ptr<RecordingLog> log;
     std::unique_ptr<Transport> transport;
     std::unique_ptr<DataPlane> plane;
+    std::unique_ptr<Diagnosis> diagnosis;
     std::unique_ptr<Engine> engine;
   };
   FakeClock clock_;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "coordinator/control/tcp_network.h"
+#include "coordinator/liveness/table.h"
 #include "core/clock.h"
 #include "core/doorbell.h"
 #include "core/net/address.h"
@@ -42,6 +43,7 @@ struct LoopbackListener {
 /// What a rank of a test job has.
 struct TcpRank {
   FutexDoorbell doorbell;
+  LivenessTable liveness{&doorbell};
   std::unique_ptr<Network> network;
   std::unique_ptr<Transport> transport;
 };
@@ -62,8 +64,8 @@ inline Status JoinTestJob(TcpRank& rank, TcpNetworkOptions options,
   Result<std::unique_ptr<Network>> network = MakeTcpNetwork(std::move(options));
   if (!network.ok()) return network.status();
   rank.network = std::move(network.value());
-  Result<std::unique_ptr<Transport>> transport =
-      rank.network->CreateTransport({.doorbell = &rank.doorbell, .timeout_ns = timeout_ns});
+  Result<std::unique_ptr<Transport>> transport = rank.network->CreateTransport(
+      {.doorbell = &rank.doorbell, .liveness = &rank.liveness, .timeout_ns = timeout_ns});
   if (!transport.ok()) return transport.status();
   rank.transport = std::move(transport.value());
   return Status();

@@ -77,27 +77,39 @@ inline Result<Prepared> prepare(farandole_context* context, const farandole_para
   return prepared;
 }
 
+/// A start of it, with inputs; where results go is not said yet.
+inline farandole_request request_of(const Prepared& prepared, const void* const* in) {
+  farandole_request request{};
+  request.struct_size = sizeof request;
+  request.version = prepared.version;
+  request.in = in;
+  return request;
+}
+
 /// Starts and waits.
 inline Result<void> run(const Prepared& prepared, const void* const* in, void* const* out) {
+  farandole_request request = request_of(prepared, in);
+  request.out = out;
   farandole_work* work = nullptr;
-  return check(farandole_run(prepared.operation.get(), prepared.version, in, out, -1, &work));
+  return check(farandole_run_request(prepared.operation.get(), &request, -1, &work));
 }
 
 /// `stream`: where the memory is on a GPU, else nullptr.
-inline Result<Work> start(const Prepared& prepared, const void* in, void* out,
-                          const Stream* stream = nullptr) {
+inline Result<Work> start(const Prepared& prepared, farandole_request request,
+                          const Stream* stream) {
+  const farandole_stream producer = stream == nullptr ? farandole_stream{} : to_c(*stream);
+  if (stream != nullptr) request.stream = &producer;
   farandole_work* work = nullptr;
-  int code = FARANDOLE_OK;
-  if (stream == nullptr) {
-    code = farandole_start(prepared.operation.get(), prepared.version, &in, &out, nullptr, nullptr,
-                           &work);
-  } else {
-    const farandole_stream producer = to_c(*stream);
-    code = farandole_start_on(prepared.operation.get(), prepared.version, &in, &out, nullptr,
-                              nullptr, &producer, &work);
-  }
+  const int code = farandole_start_request(prepared.operation.get(), &request, &work);
   if (code != FARANDOLE_OK) return last_error(code);
   return Work(work);
+}
+
+inline Result<Work> start(const Prepared& prepared, const void* in, void* out,
+                          const Stream* stream = nullptr) {
+  farandole_request request = request_of(prepared, &in);
+  request.out = &out;
+  return start(prepared, request, stream);
 }
 
 /// As start(), for an allgather or alltoall whose result has any size. What `memory` uses outlives
@@ -105,13 +117,9 @@ inline Result<Work> start(const Prepared& prepared, const void* in, void* out,
 inline Result<Work> start_allocating(const Prepared& prepared, const void* in,
                                      const farandole_allocator& memory,
                                      const Stream* stream = nullptr) {
-  const farandole_stream producer = stream == nullptr ? farandole_stream{} : to_c(*stream);
-  farandole_work* work = nullptr;
-  const int code =
-      farandole_start_allocating(prepared.operation.get(), prepared.version, &in, &memory,
-                                 stream == nullptr ? nullptr : &producer, &work);
-  if (code != FARANDOLE_OK) return last_error(code);
-  return Work(work);
+  farandole_request request = request_of(prepared, &in);
+  request.allocator = &memory;
+  return start(prepared, request, stream);
 }
 
 }  // namespace detail

@@ -157,11 +157,7 @@ class Gradients {
   bool skipped(std::size_t i) const {
     return farandole_gradients_skipped(get(), static_cast<std::int32_t>(i)) == 1;
   }
-  bool is_open() const {
-    farandole_round_status status;
-    (void)read(status);
-    return status.is_open == 1;
-  }
+  bool is_open() const { return read().is_open == 1; }
   /// The gradients were used: the coming rounds are those of the next step, on all ranks.
   void stepped() { check(farandole_gradients_stepped(get())).value(); }
 
@@ -188,11 +184,12 @@ class Gradients {
                 "the Context of these gradients has ended; expected it to outlive the optimizer");
   }
 
-  /// @return the code of the C function.
-  int read(farandole_round_status& status) const noexcept {
-    status = {};
+  /// All zero once the Context has ended.
+  farandole_round_status read() const noexcept {
+    farandole_round_status status{};
     status.struct_size = sizeof status;
-    return farandole_gradients_status(get(), &status);
+    (void)farandole_gradients_status(get(), &status);
+    return status;
   }
 
   void end_and_wait(const farandole_stream* stream) {
@@ -208,11 +205,10 @@ class Gradients {
   void wait_until_complete() const noexcept {
     (void)poll_until_complete(
         [this] {
-          farandole_round_status status;
-          const int code = read(status);
+          std::int64_t complete = 0;
+          const int code = farandole_gradients_complete(get(), &complete);
           if (code != FARANDOLE_OK) return code;
-          return static_cast<int>(status.complete == status.rounds ? FARANDOLE_OK
-                                                                   : FARANDOLE_PENDING);
+          return static_cast<int>(complete == read().rounds ? FARANDOLE_OK : FARANDOLE_PENDING);
         },
         -1);
   }

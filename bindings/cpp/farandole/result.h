@@ -27,7 +27,9 @@ enum class Code : int {
   aborted = FARANDOLE_ABORTED,          ///< A rank failed or left, or the context was shut down.
   resource_exhausted = FARANDOLE_RESOURCE_EXHAUSTED,
   unimplemented = FARANDOLE_UNIMPLEMENTED,
-  internal = FARANDOLE_INTERNAL  ///< A defect; final.
+  internal = FARANDOLE_INTERNAL,  ///< A defect; final.
+  generation_ended =
+      FARANDOLE_GENERATION_ENDED  ///< Of a context that was shut down; another was made.
 };
 
 /// The facts of a failure besides its message; see `farandole_failure`.

@@ -10,7 +10,6 @@
 #include <farandole/span.h>
 #include <farandole/work.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <numeric>
 #include <string>
@@ -38,8 +37,7 @@ struct RowCall {
   farandole_kind kind;
   DataType type;
   const Options& options;
-  std::int64_t size;      ///< Ranks of the set.
-  std::int64_t position;  ///< Of this rank among them; `size` if it is none of them.
+  std::int64_t size;  ///< Ranks of the set.
 
   Error refuse(const std::string& why) const {
     const char* const function = kind == FARANDOLE_ALLGATHER  ? "allgather"
@@ -57,9 +55,12 @@ struct RowCall {
                   std::to_string(options.row));
   }
 
-  /// Of a reducescatter: the first ranks get one row more where they do not come out even.
-  std::int64_t share_of(std::int64_t rows) const {
-    return rows / size + (position < rows % size ? 1 : 0);
+  /// How many rows this rank receives if all pass `rows`.
+  Result<std::int64_t> output_rows(std::int64_t rows) const {
+    std::int64_t received = 0;
+    const int code = farandole_output_rows(context, kind, options.set.id, rows, &received);
+    if (code != FARANDOLE_OK) return last_error(code);
+    return received;
   }
 
   /// An operation to which this rank gives `rows` rows. `splits`: of an alltoall, how many of them
@@ -256,16 +257,8 @@ class RowCollectives {
     Context& self = static_cast<Context&>(*this);
     const std::vector<int>& ranks = options.set.ranks;
     const bool all = options.set.id == 0;
-    const auto here = std::lower_bound(ranks.begin(), ranks.end(), self.rank());
-    const bool member = here != ranks.end() && *here == self.rank();
-    detail::RowCall made{self.handle(),
-                         kind,
-                         type,
-                         options,
-                         all ? self.size() : static_cast<std::int64_t>(ranks.size()),
-                         all      ? self.rank()
-                         : member ? here - ranks.begin()
-                                  : ranks.end() - ranks.begin()};
+    detail::RowCall made{self.handle(), kind, type, options,
+                         all ? self.size() : static_cast<std::int64_t>(ranks.size())};
     if (made.size > 0) return made;
     return made.refuse("process set " + std::to_string(options.set.id) +
                        " has no ranks; expected what add_process_set() returned");
@@ -302,7 +295,9 @@ class RowCollectives {
     const detail::RowCall& here = call.value();
     Result<std::int64_t> rows = here.rows_of(data.size());
     if (!rows.ok()) return rows.error();
-    std::vector<T> mine(static_cast<std::size_t>(here.share_of(rows.value()) * options.row));
+    Result<std::int64_t> share = here.output_rows(rows.value());
+    if (!share.ok()) return share.error();
+    std::vector<T> mine(static_cast<std::size_t>(share.value() * options.row));
     Result<void> reduced = run(here.prepare(FARANDOLE_CPU, rows.value()), data, Span<T>(mine));
     if (!reduced.ok()) return reduced.error();
     return mine;
@@ -349,13 +344,12 @@ class RowCollectives {
     const detail::RowCall& here = call.value();
     Result<std::int64_t> rows = here.rows_of(given);
     if (!rows.ok()) return rows.error();
-    const std::int64_t expected = kind == FARANDOLE_ALLGATHER  ? rows.value() * here.size
-                                  : kind == FARANDOLE_ALLTOALL ? rows.value()
-                                                               : here.share_of(rows.value());
-    if (static_cast<std::int64_t>(taken) == expected * options.row)
+    Result<std::int64_t> expected = here.output_rows(rows.value());
+    if (!expected.ok()) return expected.error();
+    if (static_cast<std::int64_t>(taken) == expected.value() * options.row)
       return here.prepare(device, rows.value());
     return here.refuse("the output has " + std::to_string(taken) + " elements; expected " +
-                       std::to_string(expected * options.row));
+                       std::to_string(expected.value() * options.row));
   }
 
   template <class T>

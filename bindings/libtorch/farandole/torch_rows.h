@@ -109,7 +109,7 @@ inline ::torch::Tensor allgather(Context& context, const ::torch::Tensor& tensor
 inline ::torch::Tensor reducescatter(Context& context, const ::torch::Tensor& tensor,
                                      const Options& options = {}) {
   const detail::Rows mine(context, FARANDOLE_REDUCESCATTER, tensor, options);
-  const ::torch::Tensor split = mine.like(mine.call.share_of(mine.rows));
+  const ::torch::Tensor split = mine.like(mine.call.output_rows(mine.rows).value());
   mine.run([&](const farandole::detail::Prepared& step, const Stream* stream) {
     return farandole::detail::start(step, mine.wire.data_ptr(), split.data_ptr(), stream);
   });

@@ -11,6 +11,8 @@ from farandole._store import StoreCalls
 
 version: str
 dtypes: tuple[str, ...]  # NumPy's names of farandole_dtype
+reducible_dtypes: tuple[str, ...]  # of these, what every reduction takes
+reduced_dtypes: tuple[str, ...]  # and what Sum and Average take besides: complex numbers, as pairs
 
 _Tensors = Sequence[tuple[str | None, int, tuple[int, ...]]]
 _Stream = tuple[int, int]  # CUDA device number, cudaStream_t
@@ -224,7 +226,6 @@ class GradientSlot:
     codec: Any
     dtype: Any
     last_dtype: Any
-    view: Any
     sent: Any
     sparse: Any
     def gradient_dtype(self) -> Any: ...
@@ -248,13 +249,21 @@ class Gradients:
         self, named: Sequence[tuple[str, Any]], describe: Callable[[GradientSlot], GradientDescription]
     ) -> None: ...
     def are_defined(self) -> bool: ...
-    def count_pass(self, is_no_sync: bool) -> None: ...
+    def rebind(self, context: Context, set: int, labels: list[str]) -> None:
+        """Goes on in another context after the end of its own."""
+    def count_pass(self, is_no_sync: bool) -> bool:
+        """Whether it is the last pass of its window."""
+    def set_passes(self, passes: int) -> None: ...
     def open(self) -> None: ...
     def accumulated(self, index: int) -> None: ...
     def own_memory(self, slot: GradientSlot) -> Any: ...
     def compare(self) -> None: ...
     def end(self, is_left_to_user: bool) -> None: ...
     def fail(self, why: str) -> None: ...
+    def note_failure(self, why: str | None) -> None:
+        """The results of a round are not used; None: the wait for them was interrupted."""
+    def forget(self) -> None:
+        """The gradients are given up: no failure and no window counts."""
     def wait(self) -> None:
         """Interruptible; releases the GIL."""
     def receive(self, increment_versions: Callable[[list[Any]], None], keeps_reduced: bool) -> None: ...
@@ -272,6 +281,14 @@ class Gradients:
     def is_open(self) -> bool: ...
     @property
     def is_pending(self) -> bool: ...
+    @property
+    def is_interrupted(self) -> bool: ...
+    @property
+    def has_window(self) -> bool:
+        """Whether a round is open, or passes of its window were counted."""
+    @property
+    def failure(self) -> str | None:
+        """Why the gradients are not reduced; None: nothing failed."""
     @property
     def is_complete(self) -> bool:
         """Whether the memory of all rounds waited for is touched no more."""

@@ -35,7 +35,7 @@ from farandole import _core
 
 #: The dtypes that can be moved (farandole_dtype), and of these what can be reduced, complex ones by Sum and Average.
 ALL_DTYPES: Final = _core.dtypes
-DTYPES: Final = (*ALL_DTYPES[:10], "complex64", "complex128")
+DTYPES: Final = _core.reduced_dtypes
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]

@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import ctypes
 import dataclasses
+import io
 import json
 import numbers
 import os
@@ -41,7 +42,7 @@ _FORKED = (
     "Farandole was initialized before this process was forked and cannot be used in the child, which can only ask "
     "where its parent stands, as by rank(): call it in the parent process only."
 )
-_ALLREDUCE, _BARRIER, _MAX = 0, 5, 3  # of the C ABI
+_ALLREDUCE, _ALLGATHER, _BARRIER, _MAX = 0, 2, 5, 3  # of the C ABI
 _GROUP, _BLOCKS = 1, 4  # of _core.Context.submit()
 _EXIT_WAIT_S = 0.1  # for the others, until the library's exit handler knows the code
 _EXIT_OPEN, _EXIT_BY_ERROR, _EXIT_BY_OTHER = 0, 1, 2  # of the C ABI
@@ -219,12 +220,15 @@ def _unite(process_sets: Iterable[ProcessSet]) -> list[ProcessSet]:
     ``Split`` gives ranks different communicators, so a set made of one is expected of its members; any
     other is expected of all ranks. Collective, so every rank raises the same error.
     """
-    from farandole.objects import allgather_object
-
     own = [s if isinstance(s, ProcessSet) else ProcessSet(s) for s in process_sets]
-    described = [(s.mpi_comm is not None, tuple(s.ranks or ())) for s in own]
-    by_rank = allgather_object(described, "farandole.process sets")
-    passed = sorted((place, rank, *what) for rank, sets in enumerate(by_rank) for place, what in enumerate(sets))
+    described = json.dumps([(s.mpi_comm is not None, s.ranks or ()) for s in own])
+    gather = _core.Options(_ALLGATHER, function="allgather_object")
+    by_rank = current().core.submit(gather, described.encode(), "farandole.process sets", _BLOCKS, _split_texts)
+    passed = sorted(
+        (place, rank, has_communicator, tuple(ranks))
+        for rank, text in enumerate(by_rank)
+        for place, (has_communicator, ranks) in enumerate(json.loads(text))
+    )
     passed_by: dict[tuple[int, ...], list[int]] = {}
     expected_of: dict[tuple[int, ...], Iterable[int]] = {}
     for _, rank, has_communicator, ranks in passed:
@@ -235,6 +239,11 @@ def _unite(process_sets: Iterable[ProcessSet]) -> list[ProcessSet]:
         _check_passed(ranks, found, expected_of.get(ranks, range(len(by_rank))))
     mine = {tuple(s.ranks or ()): s for s in own}
     return [mine.get(ranks) or ProcessSet(ranks) for ranks in passed_by]
+
+
+def _split_texts(joined: Any, sizes: Sequence[int]) -> list[bytes]:
+    texts = io.BytesIO(joined)
+    return [texts.read(size) for size in sizes]
 
 
 def _check_passed(ranks: Sequence[int], found: list[int], expected: Iterable[int]) -> None:
@@ -279,7 +288,7 @@ def shutdown() -> None:
 
     Raises:
         OperationTimeoutError: A thread of this rank hangs inside a library and was left behind.
-        HorovodInternalError: An earlier error had ended the job; this is that error.
+        HorovodInternalError: An earlier error, which no operation has raised yet, had ended the job; this is it.
     """
     _close(at_exit=False)
 

@@ -12,16 +12,14 @@ import os
 import pathlib
 import platform
 import runpy
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-import farandole
+from farandole import _core
 from farandole._probe import load
 from farandole.runner import mpirun
 from farandole.runner.options import UsageError
@@ -31,7 +29,7 @@ PLUGIN_VARIABLE = "FARANDOLE_CUDA_PLUGIN"
 NCCL_VARIABLE = "FARANDOLE_NCCL"
 OLDEST_NCCL = 22700
 NCCL_OF_SHARED_GPUS = 23000
-_HERE = pathlib.Path(farandole.__file__).parent
+_HERE = pathlib.Path(__file__).parent
 _DRIVER = "/dev/nvidiactl"  # where NVIDIA's kernel driver is loaded
 _NOT_NEEDED = "not needed: no NVIDIA GPU was found"
 _RANKS_TIMEOUT_S = 120
@@ -172,7 +170,7 @@ def find_plugin(environment: Mapping[str, str], has_gpu: bool) -> Finding:
     text = str(said.get("said") or said.get("error"))
     if text.startswith("it belongs to build"):
         note = "a fake GPU, for tests" if "fake" in os.path.basename(file) else ""
-        return Finding(name, farandole.__version__, said["path"], note)
+        return Finding(name, _core.version, said["path"], note)
     if not has_gpu:
         return Finding(name, note=f"a build without CUDA; {_NOT_NEEDED}")
     why = "tensors on a GPU are refused; it is built where nvcc 12.1 or newer is on the PATH"
@@ -184,45 +182,19 @@ def find_plugin(environment: Mapping[str, str], has_gpu: bool) -> Finding:
 def find_all(environment: Mapping[str, str]) -> list[Finding]:
     """Everything, in the order of the report."""
     return [
-        Finding("farandole", farandole.__version__, str(_HERE)),
+        Finding("farandole", _core.version, str(_HERE)),
         Finding("Python", platform.python_version(), sys.executable),
         Finding("NumPy", np.__version__, os.path.dirname(np.__file__)),
         find_torch(), *find_mpi(environment), *find_gpu(environment),
     ]  # fmt: skip
 
 
-def _median_s(count: int, times: int, name: str) -> float:
-    """The median time of an allreduce of ``count`` float32, in seconds."""
-    numbers = np.zeros(count, np.float32)
-    taken_s = []
-    for _ in range(times + max(2, times // 10)):
-        farandole.barrier()
-        started_s = time.perf_counter()
-        farandole.allreduce_(numbers, op=farandole.Sum, name=name)
-        taken_s.append(time.perf_counter() - started_s)
-    return statistics.median(taken_s[-times:])
-
-
-def measure() -> None:
-    """What each of the two ranks does: checks a sum, measures; rank 0 prints a line of JSON."""
-    farandole.init()
-    size = farandole.size()
-    numbers = np.arange(1000, dtype=np.float32)
-    total = farandole.allreduce(numbers * (farandole.rank() + 1), op=farandole.Sum, name="check")
-    if not np.array_equal(total, numbers * (size * (size + 1) // 2)):
-        raise SystemExit("the allreduce gave a wrong sum")
-    small_s, large_s = _median_s(1, 300, "small"), _median_s(16 << 20, 5, "large")
-    if farandole.rank() == 0:
-        print(json.dumps([size, round(small_s * 1e6, 1), round((64 << 20) / large_s / 1e9, 3)]))
-
-
 def try_two_ranks(environment: Mapping[str, str]) -> TwoRanks:
-    """Runs :func:`measure` with ``farandolerun -np 2`` in this environment."""
-    script = "from farandole.doctor import measure; measure()"
+    """Runs ``_two_ranks.py`` with ``farandolerun -np 2`` in this environment."""
     launcher = [sys.executable, "-m", "farandole.runner", "-np", "2", "--start-timeout", "30"]
     try:
         done = subprocess.run(
-            [*launcher, sys.executable, "-c", script], env={"OMP_NUM_THREADS": "1", **environment},
+            [*launcher, sys.executable, "-m", "farandole._two_ranks"], env={"OMP_NUM_THREADS": "1", **environment},
             capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_RANKS_TIMEOUT_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

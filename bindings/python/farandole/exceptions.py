@@ -5,7 +5,10 @@
 
 from typing import Any
 
-__all__ = ["AbortedError", "HorovodInternalError", "MismatchError", "OperationTimeoutError", "PeerLostError"]
+__all__ = [
+    "AbortedError", "GenerationEndedError", "HorovodInternalError", "MismatchError", "OperationTimeoutError",
+    "PeerLostError",
+]  # fmt: skip
 
 
 #: The class and the attributes of the last error that was made, for the launcher; not the error, whose traceback
@@ -62,6 +65,11 @@ class PeerLostError(HorovodInternalError):
 
 class AbortedError(HorovodInternalError):
     """The process set ended, a rank's backward pass failed, or Farandole was shut down."""
+
+
+class GenerationEndedError(AbortedError):
+    """What was made before :func:`farandole.shutdown` was used after another :func:`farandole.init`. The new generation
+    of the job goes on; make it again there."""
 
 
 class OperationTimeoutError(HorovodInternalError):

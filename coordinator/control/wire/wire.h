@@ -1,9 +1,9 @@
-// Messages as bytes: small fixed binary frames for the steady state, Protocol Buffers for what
-// carries text.
+// Messages as bytes.
 //
 // Frame: magic u16, version u8, type u8, length u32, payload; little endian; several frames may
-// follow one another in one transport message. Parsing is bounded and answers malformed input with
-// a Status.
+// follow one another in one transport message. The payload is the fixed fields of the type
+// (protocol/message_fields.h), with records in Protocol Buffers behind them where there are any
+// (records.h). Parsing is bounded and answers malformed input with a Status.
 #pragma once
 
 #include <cstddef>
@@ -16,12 +16,7 @@
 
 namespace farandole {
 
-inline constexpr uint8_t kWireVersion = 1;
-/// Of an abort; what is longer is cut. MPI libraries send so little without the receiver's help.
-inline constexpr size_t kMaxAbortBytes = 1024;
-/// Likewise: of its host, operation and tensor, and of the ranks that failed.
-inline constexpr size_t kMaxAbortFact = 256;
-inline constexpr size_t kMaxAbortRanks = 64;
+inline constexpr uint8_t kWireVersion = 2;
 
 /// Appends one frame. Allocates only for messages with records or text (once `out` has grown).
 /// @return Internal, and nothing appended, if the frame would exceed kMaxFrameBytes, which no

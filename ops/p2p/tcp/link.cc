@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/clock.h"
+#include "core/liveness.h"
 #include "ops/data_plane.h"
 #include "ops/p2p/tcp/stream.h"
 
@@ -161,7 +162,7 @@ class TcpLink final : public P2pLink, public TcpStream::Sender {
   }
 
  private:
-  struct Peer {
+  struct SetMember {
     TcpPeer* rank = nullptr;  ///< nullptr: this rank.
     Channels* channels = nullptr;
   };
@@ -180,7 +181,7 @@ class TcpLink final : public P2pLink, public TcpStream::Sender {
 
   const std::shared_ptr<TcpPeers> peers_;
   const uint16_t set_;
-  std::vector<Peer> members_;
+  std::vector<SetMember> members_;
   std::array<SlotState, kLinkSlots> slots_;
   std::span<const int64_t> last_bytes_;  // of the group that was complete last
   bool has_news_ = false;                // a message is complete since the last poll
@@ -407,17 +408,16 @@ void TcpPeer::Cancel(TcpLink& link, Channels& channels) {
 
 /// For good: what is queued goes nowhere any more.
 Status TcpPeer::Fail(const Status& status) {
-  if (status.code() == Code::kResourceExhausted) {  // this rank's, not the peer's
-    failure_ = FailedOn(streams_.rank(), status);
-    return failure_;
+  if (!status.facts().ranks.empty()) return failure_ = status;  // the hub knows more
+  if (status.code() == Code::kResourceExhausted) {              // this rank's, not the peer's
+    return failure_ = FailedOn(streams_.rank(), status);
   }
-  const std::string peer = "rank " + std::to_string(rank());
-  const std::string why = status.code() == Code::kUnavailable
-                              ? peer + " and rank " + std::to_string(streams_.rank()) +
-                                    " lost their data connection (" + status.message() + ")"
-                              : "data connection to " + peer + ": " + status.message();
-  failure_ = Status(status.code(), why, {.ranks = {rank()}, .cause = why});
-  return failure_;
+  const std::string& why = status.message();
+  if (status.code() == Code::kUnavailable) {
+    return failure_ = LostConnection(rank(), streams_.rank(), "data connection", why);
+  }
+  const std::string text = "data connection to " + RankName(rank()) + ": " + why;
+  return failure_ = FailedOn(rank(), Status(status.code(), text));
 }
 
 Status TcpPeer::Broken(const std::string& what) const {
@@ -427,7 +427,7 @@ Status TcpPeer::Broken(const std::string& what) const {
 TcpLink::TcpLink(std::shared_ptr<TcpPeers> peers, uint32_t uid, std::span<const int> ranks)
     : peers_(std::move(peers)), set_(static_cast<uint16_t>(uid % kMaxLiveSets)) {
   for (const int rank : ranks) {
-    Peer member;
+    SetMember member;
     if (rank != peers_->streams.rank()) {
       member.rank = peers_->Get(rank);
       member.channels = &member.rank->Open(set_);
@@ -440,7 +440,7 @@ TcpLink::TcpLink(std::shared_ptr<TcpPeers> peers, uint32_t uid, std::span<const 
 
 TcpLink::~TcpLink() {
   (void)Cancel();
-  for (const Peer& peer : members_) {
+  for (const SetMember& peer : members_) {
     if (peer.rank != nullptr) peer.rank->Close(set_);
   }
 }
@@ -455,7 +455,7 @@ Status TcpLink::Send(int slot, Round round, int to, const std::byte* data, int64
   message.sender = this;
   message.slot = slot;
   ++Pending(slot, Group::kSends);
-  const Peer& peer = members_[Member(to)];
+  const SetMember& peer = members_[Member(to)];
   return peer.rank->Send(*peer.channels, message);
 }
 
@@ -469,7 +469,7 @@ Status TcpLink::Receive(int slot, Round round, int from, std::byte* data, int64_
   posted.data = data;
   posted.room = bytes;
   ++Pending(slot, posted.round);
-  const Peer& peer = members_[Member(from)];
+  const SetMember& peer = members_[Member(from)];
   return peer.rank->Receive(*peer.channels, static_cast<size_t>(round), posted);
 }
 
@@ -478,7 +478,7 @@ Result<bool> TcpLink::AllComplete(int slot, Group group) {
     if (group != Group::kSends) last_bytes_ = slots_[Slot(slot)].bytes[static_cast<size_t>(group)];
     return true;
   }
-  for (const Peer& peer : members_) {
+  for (const SetMember& peer : members_) {
     if (peer.rank != nullptr && !peer.rank->failure().ok()) return peer.rank->failure();
   }
   return false;
@@ -495,7 +495,7 @@ void TcpLink::Complete(int slot, Group group) {
 int64_t TcpLink::PollAfterNs() {
   sleeps_ = false;
   bool moved = false;
-  for (const Peer& peer : members_) {
+  for (const SetMember& peer : members_) {
     if (peer.rank != nullptr) moved |= peer.rank->Move(*peer.channels, set_);
   }
   const int64_t now_ns = SteadyClock().NowNs();
@@ -508,11 +508,11 @@ int64_t TcpLink::PollAfterNs() {
 
 bool TcpLink::Watch() {
   return std::ranges::all_of(
-      members_, [](const Peer& peer) { return peer.rank == nullptr || peer.rank->Watch(); });
+      members_, [](const SetMember& peer) { return peer.rank == nullptr || peer.rank->Watch(); });
 }
 
 bool TcpLink::Cancel() {
-  for (const Peer& peer : members_) {
+  for (const SetMember& peer : members_) {
     if (peer.rank != nullptr) peer.rank->Cancel(*this, *peer.channels);
   }
   return true;

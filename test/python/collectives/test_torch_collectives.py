@@ -9,7 +9,7 @@ import torch
 import farandole
 import farandole.torch as fl
 from farandole import _core
-from farandole.torch import _codecs
+from farandole.torch.optimizer import _codecs
 from ranks import run_threads
 
 

@@ -7,6 +7,7 @@ import torch
 
 import distributed_job
 from distributed_ranks import JOB, expect_same, run, run_script
+from farandole.torch import _calls
 from farandole.torch import distributed as backend
 
 pytestmark = [
@@ -38,7 +39,7 @@ OVERRIDES = {
 
 def test_no_attribute_of_ours_can_be_one_of_a_later_torch():
     group = backend.ProcessGroup(torch.distributed.HashStore(), 0, 1)
-    for one in (group, backend.Work(group, [], [])):
+    for one in (group, backend.Work(group.fl_job, [], [])):
         kind = type(one)
         names = {name for name in vars(kind).keys() | vars(one).keys() if not name.startswith("__")}
         ours = {name for name in names if name.startswith("fl_")}
@@ -81,6 +82,15 @@ def test_ddps_hooks_in_cpp_train_and_their_futures_have_results_and_errors():
     """
     for output in run_script(2, script):
         assert "half: [4.0, 4.0]" in output and "MismatchError: ranks wait for different" in output, output
+
+
+def test_calls_of_any_number_of_kinds_take_bounded_memory_and_have_the_same_names_on_all_ranks():
+    ranks, texts = [_calls.Calls(), _calls.Calls()], [f"allreduce of float32[{n % 3000}]" for n in range(9000)]
+    for number, text in enumerate(texts):
+        keys = text, (text, number)  # of a rank that has a factor of its own at each call
+        first, second = (calls.add(key, None, text).name() for calls, key in zip(ranks, keys, strict=True))
+        assert first == second
+    assert all(len(calls._counts) <= 1024 >= len(calls._kinds) for calls in ranks)
 
 
 def test_calls_that_differ_from_all_before_cost_less_than_a_number_and_dropped_works_keep_no_tensor():

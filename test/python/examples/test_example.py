@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import farandole.torch as fl
-from ranks import REPOSITORY, free_port, mpirun, run_threads
+from ranks import GUARD_S, REPOSITORY, free_port, mpirun, run_threads
 
 for package in ("tqdm", "matplotlib"):
     pytest.importorskip(package, reason=f"the examples need {package}")
@@ -230,7 +230,7 @@ def run_example(small_data, folder, *more, **variables):
     arguments += ["--data-dir", str(small_data), "--compression", "fp16", "--checkpoint-every", "3"]
     arguments += ["--checkpoint", str(folder / "x.pt"), "--tensorboard", str(folder)]
     arguments += ["--loss-curve", str(folder / "curve.png")]
-    done = mpirun(2, [str(EXAMPLE), *arguments, *more], timeout_s=110, **variables)
+    done = mpirun(2, [str(EXAMPLE), *arguments, *more], timeout_s=GUARD_S, **variables)
     assert done.returncode == 0, done.stdout
     return done.stdout
 

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from ranks import REPOSITORY, mpirun
+from ranks import GUARD_S, REPOSITORY, mpirun
 from test_example import small_data  # noqa: F401 (a fixture)
 
 pytest.importorskip("yaml", reason="the recipe needs pyyaml")
@@ -20,7 +20,7 @@ EXAMPLES = REPOSITORY / "examples"
 
 
 def run_smoke(name, *arguments):
-    done = mpirun(2, [str(EXAMPLES / name), "--smoke", *map(str, arguments)], timeout_s=110)
+    done = mpirun(2, [str(EXAMPLES / name), "--smoke", *map(str, arguments)], timeout_s=GUARD_S)
     assert done.returncode == 0, done.stdout
     return done.stdout
 

@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import signal
 import warnings
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 from torch import nn
 
 import farandole.torch as fl
+import warm_ranks
 from farandole.torch import elastic
 from jobs import on_several
 from models import parameter, wrapped
-from ranks import run_forked, run_threads
+from ranks import communicate, environment, run_forked, run_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:going on from the last commit:RuntimeWarning")
 
@@ -468,3 +470,60 @@ def test_indices_that_are_not_the_next_ones_are_refused():
         assert sampler.processed_num == 4
 
     run_threads(2, body)
+
+
+#: Arguments: the folder of the store, this rank, the first job and the last. In each job of four ranks number 3 dies,
+#: the others go on in one of three, and with a newcomer in the next job of four.
+GOES_ON = """
+import contextlib, os, sys, time
+import torch
+import torch.distributed as dist
+import farandole.torch as fl
+
+me, begin, end = map(int, sys.argv[2:])
+p, q = torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)
+
+def join(job, size):
+    fl.init(rank=me, size=size, store=dist.FileStore(f"{sys.argv[1]} {job} {size}", -1))
+
+def train(size, optimizers, steps=3):
+    for _ in range(steps):
+        for optimizer, w in zip(optimizers, (q, p)):
+            optimizer.zero_grad()
+            (w.sum() * me).backward()
+            assert w.grad.tolist() == [(size - 1) / 2] * len(w), w.grad
+            optimizer.step()
+
+join(begin, 4)
+made = [fl.DistributedOptimizer(torch.optim.SGD([w], lr=0.0), [(n, w)]) for n, w in (("p", p), ("q", q))][::-1]
+for job in range(begin, end):
+    try:  # the last round before the death may fail on some ranks
+        train(4, made)
+        if me == 3:
+            os.kill(os.getpid(), 9)
+        train(4, made)
+    except fl.PeerLostError as error:
+        assert error.failed_ranks == (3,), error
+        lost_s = time.monotonic()
+    with contextlib.suppress(fl.HorovodInternalError):  # it may raise the loss again
+        fl.shutdown()
+    (p.sum() * me).backward()  # plain in between
+    join(job, 3)
+    train(3, made, 1)
+    took_s = time.monotonic() - lost_s
+    train(3, made)
+    fl.shutdown()
+    print(f"{job} {took_s * 1000:.0f} ms", *open("/proc/self/statm").read().split()[1:2],
+          len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), flush=True)
+    join(job + 1, 4) if job + 1 < end else None
+"""
+
+
+def test_a_wrapped_optimizer_goes_on_where_ranks_have_died_and_others_come(tmp_path):
+    def start(rank, begin, end):
+        return warm_ranks.start(["-c", GOES_ON, tmp_path / "store", rank, begin, end], environment())
+
+    jobs = 3
+    ranks = [start(rank, 0, jobs) for rank in range(3)] + [start(3, job, job + 1) for job in range(jobs)]
+    outputs = communicate(ranks, [0, 0, 0] + [-signal.SIGKILL] * jobs)
+    assert [len(output.splitlines()) for output in outputs[:3]] == [jobs] * 3

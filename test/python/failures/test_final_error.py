@@ -36,8 +36,7 @@ def check_threads():
         def body(rank, gpus=gpus):
             told[rank] = fail_on_rank_1(gpus)
 
-        with pytest.raises(fl.HorovodInternalError, match="injected"):  # shutdown says it too
-            run_threads(4, body, timeout_s=10)
+        run_threads(4, body, timeout_s=10)  # shutdown does not say it again
     assert sorted(told) == [0, 1, 2, 3], told
     check(told)
 

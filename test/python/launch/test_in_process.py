@@ -4,6 +4,7 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 
 import farandole as fl
 import farandole.torch as flt
@@ -20,6 +21,12 @@ def test_each_rank_gives_its_result_and_the_job_is_left():
     assert ranks.run(body, 7, factor=2) == expected
     assert ranks.run(body, 7, factor=2) == expected  # another job
     assert not fl.is_initialized()
+
+
+def test_a_handle_of_an_ended_generation_says_so():
+    left = fl.in_process(1).run(lambda: flt.allreduce_async(torch.ones(2)))
+    with pytest.raises(fl.GenerationEndedError, match="has begun another one"):
+        fl.in_process(1).run(lambda: flt.synchronize(left[0]))
 
 
 def test_the_exception_of_a_rank_is_raised_with_its_number():

@@ -5,26 +5,20 @@ The rows of the 16-bit wires are left out: there NCCL rounds otherwise than plan
 
 import gc
 import pathlib
+import random
 import time
 import types
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 
 import farandole.torch as fl
-import test_compression_classes
-import test_gradient_assigned
-import test_gradient_dtype
-import test_gradient_firings
-import test_gradient_in_place
+import test_contract
 import test_gradient_memory
-import test_gradient_passes
-import test_gradient_shapes
-import test_gradient_sparse
-import test_gradient_votes
-import test_gradient_windows
 import test_state
+from contract import SEED, of_all, run
 from fake_gpu import needs_fake_gpu, pose, read_by_the_host, reading
 from farandole import basics
 from farandole.torch import _compat
@@ -78,14 +72,20 @@ def _starts_mpirun(test):
     return any(mark.name == "mpi" for mark in getattr(test, "pytestmark", []))
 
 
-for _module in (
-    test_compression_classes, test_gradient_assigned, test_gradient_dtype, test_gradient_firings,
-    test_gradient_in_place, test_gradient_memory, test_gradient_passes, test_gradient_shapes, test_gradient_sparse,
-    test_gradient_votes, test_gradient_windows, test_state,
-):  # fmt: skip
+for _module in (test_gradient_memory, test_state):
     for _name, _test in vars(_module).copy().items():
         if _name.startswith("test_") and callable(_test) and not _starts_mpirun(_test):
             globals()[_name] = _on_two_gpus(_test, _module)
+
+
+draw = random.Random(SEED)
+
+
+@of_all([replace(each, sizes=(2,), completes=(draw.choice(each.completes),)) for each in test_contract.PROGRAMS
+         if "fl.Compression" not in each.arguments])  # fmt: skip
+@pytest.mark.once
+def test_the_contract(program, job, _on_gpus):
+    run(program, job)
 
 
 class Late(torch.autograd.Function):

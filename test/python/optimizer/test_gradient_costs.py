@@ -8,8 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import farandole.torch as fl
-from jobs import Job, on_all_at_backward, on_several
-from models import parameter, wrapped
+from jobs import Job, on_several
+from models import parameter
 from ranks import count_events, run_threads
 
 pytestmark = [
@@ -62,22 +62,6 @@ def test_backward_calls_a_bounded_number_of_functions_per_parameter():
     assert (many[2] - few[2]) / 900 < (0.01 if in_cpp else 60)
 
 
-def test_a_parameter_that_replaces_another_in_its_group_is_reduced():
-    """step() looks at which parameters there are, not only at how many."""
-
-    def body(rank):
-        p, q = parameter(0.0), parameter(0.0)
-        optimizer = wrapped(p)
-        (p * rank).sum().backward()
-        optimizer.step()
-        optimizer.param_groups[0]["params"][0] = q
-        (q * rank).sum().backward()
-        optimizer.step()
-        return q.item()
-
-    assert run_threads(2, body) == [-0.5, -0.5]
-
-
 def storage_bytes():
     """Bytes of the memory of all tensors in this process."""
     gc.collect()
@@ -115,85 +99,6 @@ def test_parameters_without_a_gradient_keep_no_memory(complete):
     assert job.run(body)[0] < 100_000
 
 
-@on_several
-@pytest.mark.parametrize("how", ["requires_grad_", "grad"])
-def test_a_parameter_unfrozen_on_some_ranks_only_is_reduced_on_all(job, how):
-    def body(rank):
-        p, q, r = parameter(0.0), parameter(0.0), parameter(0.0)
-        q.requires_grad_(False)
-        r.requires_grad_(False)
-        optimizer = job.sgd(p, q, r)
-        for step in range(5):
-            optimizer.zero_grad()
-            loss = p * rank
-            if step >= 2 and rank == 1:
-                if how == "grad":
-                    r.grad = torch.ones(1)
-                else:
-                    r.requires_grad_(True)
-                    loss = loss + r
-            loss.sum().backward()
-            optimizer.step()
-        assert q.grad is None
-        return p.item(), r.item()
-
-    assert job.run(body) == [(-5 * job.mean_rank, -3 / job.size)] * job.size
-
-
-@on_several
-def test_a_pass_that_reaches_unfrozen_parameters_only_is_a_round(job):
-    def body(rank):
-        p, q = parameter(1.0), parameter(1.0)
-        q.requires_grad_(False)
-        optimizer = job.sgd(p, q)
-        for step in range(4):
-            p.requires_grad_(step < 2)
-            q.requires_grad_(step >= 2)
-            optimizer.zero_grad()
-            ((p if step < 2 else q) * rank).sum().backward()
-            job.finish(optimizer)
-            assert (p if step < 2 else q).grad.item() == job.mean_rank
-            optimizer.step()
-
-    job.run(body)
-
-
-@on_several
-def test_parameters_frozen_on_some_ranks_only_are_a_mismatch_by_name(job):
-    def body(rank):
-        p, q = parameter(1.0), parameter(1.0)
-        q.requires_grad_(rank != 1)
-        optimizer = job.sgd(p, q)
-        with pytest.raises(fl.MismatchError, match='"p1') as raised:
-            (p * 1).sum().backward()
-            optimizer.step()
-        return str(raised.value)
-
-    for text in job.run(body):
-        assert "requires no gradient" in text and "rank 1" in text
-
-
-@on_several
-def test_a_group_added_on_some_ranks_only_is_a_mismatch_by_name(job):
-    def body(rank):
-        p, q = parameter(1.0), parameter(1.0)
-        optimizer = job.sgd(p)
-        for step in range(3):
-            if step == 2 and rank == 0:
-                optimizer.add_param_group({"params": [q]})
-            expected = pytest.raises(fl.MismatchError, match="noname.1.0") if step == 2 else None
-            optimizer.zero_grad()
-            if expected is None:
-                (p * 1).sum().backward()
-                optimizer.step()
-                continue
-            with expected:
-                (p * 1).sum().backward()
-                optimizer.step()
-
-    job.run(body)
-
-
 class CountReads(TorchDispatchMode):
     """Counts how often the host asks for a tensor's value, for which it waits for a GPU."""
 
@@ -225,21 +130,6 @@ def test_with_sum_the_host_reads_at_most_one_value_per_pass(job):
         return weights[0].item()
 
     assert job.run(body) == [-4.0 * job.size] * job.size
-
-
-@on_all_at_backward
-def test_with_sum_a_reduced_gradient_on_which_no_sync_accumulates_is_refused(job):
-    def body(rank):
-        p = parameter(0.0)
-        optimizer = job.sgd(p, op=fl.Sum)
-        (p * 1).sum().backward()
-        if job.size == 1:
-            return
-        with optimizer.no_sync(), pytest.raises(RuntimeError, match="already holds a reduced value"):
-            (p * 1).sum().backward()
-            optimizer.step()
-
-    job.run(body)
 
 
 @on_several

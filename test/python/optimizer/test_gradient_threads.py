@@ -6,8 +6,8 @@ import types
 import pytest
 import torch
 
-from farandole.torch import _backward_end
-from farandole.torch._backward_end import OutermostBackward
+from farandole.torch.optimizer import _backward_end
+from farandole.torch.optimizer._backward_end import OutermostBackward
 from jobs import on_several
 from models import parameter
 from ranks import run_forked

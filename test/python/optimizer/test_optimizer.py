@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import farandole.torch as fl
-from jobs import on_all, on_all_at_backward, on_several
+from jobs import on_all, on_all_at_backward
 from models import Branched, batch, loss_of, parameter, wrapped
 from ranks import run_threads
 
@@ -41,148 +41,6 @@ def test_the_optimizer_stays_the_same_object_of_the_same_class(job):
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
     job.run(body)
-
-
-@on_all
-def test_schedulers_made_before_and_after_wrapping_act(job):
-    def body(rank):
-        p = parameter(1.0)
-        plain = torch.optim.SGD([p], lr=0.1)
-        before = torch.optim.lr_scheduler.StepLR(plain, 1)
-        optimizer = job.wrap(plain, [("p", p)])
-        after = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        for _ in range(2):
-            optimizer.zero_grad()
-            (p * rank).sum().backward()
-            optimizer.step()
-            before.step()
-            after.step()
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.05**2)
-        return p.item()
-
-    expected = 1 - job.mean_rank * (0.1 + 0.005)
-    assert job.run(body) == pytest.approx([expected] * job.size)
-
-
-@on_all
-def test_a_scheduler_sees_that_step_was_called(job, recwarn):
-    def body(rank):
-        p = parameter(1.0)
-        optimizer = job.sgd(p)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        (p * rank).sum().backward()
-        optimizer.step()
-        scheduler.step()
-
-    job.run(body)
-    assert not [w for w in recwarn if "lr_scheduler.step" in str(w.message)]
-
-
-@on_all
-def test_a_subclass_whose_step_calls_the_base_runs_one_round(job):
-    class Twice(torch.optim.SGD):
-        def step(self, closure=None):
-            return super().step(closure)
-
-    def body(rank):
-        p = parameter(1.0)
-        optimizer = job.wrap(Twice([p], lr=1.0), [("p", p)])
-        for _ in range(3):
-            optimizer.zero_grad()
-            (p * rank).sum().backward()
-            optimizer.step()
-        if job.size > 1:
-            assert optimizer.synchronize.__self__.own.rounds == 3
-        return p.item()
-
-    assert job.run(body) == [1 - 3 * job.mean_rank] * job.size
-
-
-@on_all
-def test_unfrozen_parameters_are_exchanged(job):
-    def body(rank):
-        p, q = parameter(1.0), parameter(1.0)
-        q.requires_grad_(False)
-        optimizer = job.sgd(p, q)
-        for step in range(5):
-            q.requires_grad_(step >= 2)
-            optimizer.zero_grad()
-            (p + q * rank).sum().backward()
-            job.finish(optimizer)
-            assert (q.grad.item() if step >= 2 else q.grad) == (job.mean_rank if step >= 2 else None)
-            optimizer.step()
-
-    job.run(body)
-
-
-@on_all
-def test_an_added_group_is_exchanged(job):
-    def body(rank):
-        p, q, r = parameter(0.0), parameter(0.0), parameter(0.0)
-        optimizer = job.sgd(p)
-        for step in range(6):
-            if step == 2:
-                optimizer.add_param_group({"params": [q], "lr": 2.0})
-            if step == 4:  # behind the optimizer's back: at the latest in step()
-                optimizer.param_groups[0]["params"].append(r)
-            optimizer.zero_grad()
-            ((p + q + r) * rank).sum().backward()
-            optimizer.step()
-        return p.item(), q.item(), r.item()
-
-    mean = job.mean_rank
-    assert job.run(body) == [(-6 * mean, -8 * mean, -2 * mean)] * job.size
-
-
-@on_all
-def test_two_backward_passes_after_a_group_was_added(job):
-    def body(rank):
-        p, q, r = parameter(0.0), parameter(0.0), parameter(0.0)
-        optimizer = job.sgd(p, q)
-        ((p + q) * rank).sum().backward()
-        optimizer.step()
-        optimizer.add_param_group({"params": [r]})
-        for _ in range(2):
-            optimizer.zero_grad()
-            for _ in range(2):
-                ((p + q + r) * rank).sum().backward()
-            optimizer.step()
-        return p.item(), q.item(), r.item()
-
-    mean = job.mean_rank
-    assert job.run(body) == [(-5 * mean, -5 * mean, -4 * mean)] * job.size
-
-
-@on_all
-def test_a_group_added_between_backward_and_step_is_exchanged(job):
-    def body(rank):
-        p, q = parameter(0.0), parameter(0.0)
-        optimizer = job.sgd(p)
-        ((p + q) * rank).sum().backward()
-        optimizer.add_param_group({"params": [q]})
-        optimizer.step()
-        return p.item(), q.item()
-
-    assert job.run(body) == [(-job.mean_rank, -job.mean_rank)] * job.size
-
-
-@on_all
-@pytest.mark.parametrize("op", [fl.Average, fl.Sum])
-def test_a_model_converted_after_wrapping_is_reduced_in_its_new_dtype(job, op):
-    def body(rank):
-        model = torch.nn.Linear(2, 1, bias=False)
-        optimizer = job.wrap(torch.optim.SGD(model.parameters(), lr=0.0), op=op)
-        for dtype in (torch.float32, torch.float64, torch.float64):
-            model.to(dtype)
-            optimizer.zero_grad()
-            x = torch.full((1, 2), 1 + 1e-9 * rank, dtype=dtype)
-            model(x).sum().backward()
-            job.finish(optimizer)
-            optimizer.step()
-        return model.weight.grad[0, 0].item() / (job.size if op == fl.Sum else 1) - 1
-
-    for difference in job.run(body):
-        assert difference == pytest.approx(1e-9 * job.mean_rank, rel=1e-6)
 
 
 @on_all
@@ -280,19 +138,6 @@ def test_wrong_arguments_are_refused_before_anything_is_sent():
     ):
         with pytest.raises(ValueError, match=text):
             fl.DistributedOptimizer(optimizer, **arguments)
-
-
-@on_several
-def test_names_may_come_from_a_generator_and_are_told_in_messages(job):
-    def body(rank):
-        layer = torch.nn.Linear(2 + rank, 1, bias=False)
-        optimizer = job.wrap(torch.optim.SGD(layer.parameters(), lr=1.0), layer.named_parameters())
-        assert optimizer._parameter_names == {layer.weight: "weight"}
-        with pytest.raises(fl.MismatchError, match="weight"):
-            layer(torch.ones(1, 2 + rank)).sum().backward()
-            optimizer.step()
-
-    job.run(body)
 
 
 @on_all_at_backward

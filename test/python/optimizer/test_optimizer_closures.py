@@ -1,5 +1,6 @@
 """step(closure): every backward in it is a round; the loss is all ranks' where step() acts on it."""
 
+import functools
 import warnings
 
 import pytest
@@ -47,71 +48,77 @@ def test_lbfgs_trains_like_one_process(job, kind):
             torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-8)
 
 
-@on_all
-@pytest.mark.parametrize("way", ["argument", "keyword"])
-def test_a_closure_of_any_optimizer_is_a_round(job, way):
+SGD = functools.partial(torch.optim.SGD, lr=1.0)
+
+
+def steps(job, closure, make=SGD, count=3, by_keyword=False, **arguments):
+    """By rank: the weight, what the last step(closure) gave, and how many batches it took.
+
+    Args:
+        closure: Called with the optimizer, its weight, the rank and the step; after zero_grad().
+    """
+
     def body(rank):
         p = parameter(0.0)
-        optimizer = job.sgd(p)
-        for _ in range(3):
+        optimizer = job.wrap(make([p]), [("p", p)], **arguments)
+        for step in range(count):
 
-            def closure():
+            def call(step=step):
                 optimizer.zero_grad()
-                loss = (p * 0 + rank).sum() + (p * rank).sum() * 2 - (p * rank).sum().detach() * 2
-                loss.backward()
-                return loss
+                return closure(optimizer, p, rank, step)
 
-            loss = optimizer.step(closure) if way == "argument" else optimizer.step(closure=closure)
-            assert loss.item() == rank  # this rank's own: SGD looks at none
-        return p.item()
+            before = fl.counters()["batches"]
+            loss = optimizer.step(closure=call) if by_keyword else optimizer.step(call)
+        return p.item(), loss, fl.counters()["batches"] - before
 
-    assert job.run(body) == [-6 * job.mean_rank] * job.size
+    return job.run(body)
+
+
+def sent(loss_of_rank):
+    """A closure with the gradient 1 + rank and this loss."""
+
+    def closure(optimizer, p, rank, step):
+        (p * (1 + rank)).sum().backward()
+        return loss_of_rank(rank)
+
+    return closure
+
+
+@on_all
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_a_closure_of_any_optimizer_is_a_round_and_sends_nothing_for_its_loss(job, by_keyword):
+    told = steps(job, sent(lambda rank: torch.tensor(float(rank))), by_keyword=by_keyword)
+    assert told == [(-3 * (1 + job.mean_rank), rank, int(job.size > 1)) for rank in range(job.size)]
 
 
 @on_all
 def test_a_closure_whose_rank_skips_backward_takes_part(job):
-    def body(rank):
-        p = parameter(0.0)
-        optimizer = job.sgd(p)
-        for step in range(4):
+    def closure(optimizer, p, rank, step):
+        if rank != step % job.size:
+            (p * 12).sum().backward()
 
-            def closure(step=step):
-                optimizer.zero_grad()
-                if rank != step % job.size:
-                    (p * 12).sum().backward()
-
-            assert optimizer.step(closure) is None
-        return p.item()
-
-    assert job.run(body) == [-4 * 12 * (job.size - 1) / job.size] * job.size
+    told = steps(job, closure, count=4)
+    assert [one[:2] for one in told] == [(-4 * 12 * (job.size - 1) / job.size, None)] * job.size
 
 
 @on_all
 def test_a_closure_with_several_passes_per_step_is_reduced_once(job):
-    def body(rank):
-        p = parameter(0.0)
-        optimizer = job.sgd(p, backward_passes_per_step=2)
-
-        def closure():
-            optimizer.zero_grad()
-            for _ in range(3):
-                (p * rank).sum().backward()
-            return float(rank)
-
-        assert optimizer.step(closure) == float(rank)
-        return p.item()
+    def closure(optimizer, p, rank, step):
+        for _ in range(3):
+            (p * rank).sum().backward()
+        return float(rank)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert job.run(body) == [-3 * job.mean_rank] * job.size
+        told = steps(job, closure, count=1, backward_passes_per_step=2)
+    assert [one[:2] for one in told] == [(-3 * job.mean_rank, float(rank)) for rank in range(job.size)]
 
 
 @on_several
 @pytest.mark.parametrize("before_backward", [True, False])
 def test_an_exception_in_one_closure_fails_step_on_every_rank(job, before_backward):
     def body(rank):
-        p = parameter(0.0)
-        optimizer = job.sgd(p, reduce_loss=True)
+        optimizer = job.sgd(p := parameter(0.0), reduce_loss=True)
 
         def closure(fails):
             optimizer.zero_grad()
@@ -135,20 +142,8 @@ def test_an_exception_in_one_closure_fails_step_on_every_rank(job, before_backwa
 
 @on_several
 def test_a_loss_on_some_ranks_only_is_refused(job):
-    def body(rank):
-        p = parameter(0.0)
-        optimizer = job.sgd(p, reduce_loss=True)
-
-        def closure():
-            optimizer.zero_grad()
-            loss = (p * 2).sum()
-            loss.backward()
-            return loss if rank else None
-
-        with pytest.raises(ValueError, match="a loss on some ranks and None on others"):
-            optimizer.step(closure)
-
-    job.run(body)
+    with pytest.raises(ValueError, match="a loss on some ranks and None on others"):
+        steps(job, sent(lambda rank: torch.tensor(1.0) if rank else None), reduce_loss=True)
 
 
 class Twice(torch.optim.Optimizer):
@@ -172,78 +167,25 @@ class SteppingSGD(torch.optim.SGD):
         return super().step(closure)
 
 
-def losses_of(job, make, loss_of_rank, **arguments):
-    """What step(closure) gave on every rank, and the operations rank 0 sent for it besides a round."""
-
-    def body(rank):
-        p = parameter(0.0)
-        optimizer = job.wrap(make([p]), [("p", p)], **arguments)
-
-        def closure():
-            optimizer.zero_grad()
-            (p * 1).sum().backward()
-            return loss_of_rank(rank)
-
-        optimizer.step(closure)
-        return optimizer.step(closure)
-
-    return job.run(body)
-
-
-ONE_EVALUATION = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=1.0),
-    "AdamW": lambda p: torch.optim.AdamW(p),
-    "inherited": lambda p: OwnSGD(p, lr=1.0),
-}
+KINDS = {"SGD": SGD, "AdamW": torch.optim.AdamW,
+         "inherited": functools.partial(OwnSGD, lr=1.0), "stepping": functools.partial(SteppingSGD, lr=1.0),
+         "twice": Twice}  # fmt: skip
 
 
 @on_several
-@pytest.mark.parametrize("kind", list(ONE_EVALUATION))
-def test_the_loss_stays_the_ranks_own_where_step_evaluates_once(job, kind):
-    losses = losses_of(job, ONE_EVALUATION[kind], lambda rank: torch.tensor(float(rank)))
-    assert [loss.item() for loss in losses] == list(range(job.size))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("reduce_loss", [None, False, True])
+def test_the_loss_is_reduced_where_step_may_evaluate_again_or_reduce_loss_says_so(job, kind, reduce_loss):
+    """From the first evaluation."""
+    is_reduced = kind in ("stepping", "twice") if reduce_loss is None else reduce_loss
+    arguments = {} if reduce_loss is None else {"reduce_loss": reduce_loss}
+    for rank, (_, loss, _) in enumerate(steps(job, sent(float), KINDS[kind], count=2, **arguments)):
+        expected = job.mean_rank if is_reduced else float(rank)
+        assert loss == ((expected, expected) if kind == "twice" else expected)
 
 
 @on_several
-def test_the_loss_is_reduced_from_the_first_evaluation_where_step_may_evaluate_again(job):
-    assert losses_of(job, Twice, float) == [(job.mean_rank, job.mean_rank)] * job.size
-    stepping = losses_of(job, lambda p: SteppingSGD(p, lr=1.0), float)
-    assert stepping == [job.mean_rank] * job.size
-
-
-@on_several
-def test_reduce_loss_decides_where_it_is_given(job):
-    own = losses_of(job, Twice, float, reduce_loss=False)
-    assert own == [(float(rank), float(rank)) for rank in range(job.size)]
-    assert losses_of(job, ONE_EVALUATION["SGD"], float, reduce_loss=True) == [
-        job.mean_rank
-    ] * job.size
-
-
-@on_several
-@pytest.mark.parametrize(
-    "make", [ONE_EVALUATION["SGD"], lambda p: SteppingSGD(p, lr=1.0)], ids=["known", "own"]
-)
-def test_a_loss_of_any_type_comes_back_as_it_is(job, make):
+@pytest.mark.parametrize("kind", ["SGD", "stepping"])
+def test_a_loss_of_any_type_comes_back_as_it_is(job, kind):
     for loss in ({"loss": 1.5, "hits": 3}, (1.0, "x"), [torch.ones(2)], None, "text", object()):
-        assert all(got is loss for got in losses_of(job, make, lambda rank, loss=loss: loss))
-
-
-@on_several
-def test_a_closure_of_sgd_sends_nothing_for_the_loss(job):
-    def body(rank):
-        p = parameter(0.0)
-        optimizer = job.sgd(p)
-
-        def closure():
-            (p * 1).sum().backward()
-            return (p * 1).sum()
-
-        for _ in range(3):
-            optimizer.zero_grad()
-            before = fl.counters()["batches"]
-            optimizer.step(closure)
-            batches = fl.counters()["batches"] - before
-        return batches
-
-    assert job.run(body) == [1] * job.size
+        assert all(one[1] is loss for one in steps(job, sent(lambda rank, loss=loss: loss), KINDS[kind], count=2))

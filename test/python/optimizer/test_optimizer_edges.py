@@ -74,31 +74,6 @@ def test_an_instances_own_zero_grad_is_called_and_comes_back(job):
     job.run(body)
 
 
-@on_several
-def test_a_complex_first_parameter_goes_with_a_compression_class(job):
-    class AsReal:
-        @staticmethod
-        def compress(tensor):
-            return (torch.view_as_real(tensor), True) if tensor.is_complex() else (tensor, False)
-
-        @staticmethod
-        def decompress(tensor, is_complex):
-            return torch.view_as_complex(tensor) if is_complex else tensor
-
-    def body(rank):
-        c = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
-        p = parameter(1.0)
-        optimizer = job.sgd(c, p, compression=AsReal)
-        for _ in range(3):
-            optimizer.zero_grad()
-            ((c * (1 + 1j)).real.sum() * rank + (p * rank).sum()).backward()
-            job.finish(optimizer)
-            assert c.grad.eq(job.mean_rank * (1 - 1j)).all()
-            optimizer.step()
-
-    job.run(body)
-
-
 @pytest.mark.parametrize("size", [2, 3])
 def test_step_and_zero_grad_in_a_hook_after_each_gradient(size):
     """An optimizer for each parameter, stepped as soon as its gradient is there."""
@@ -166,39 +141,3 @@ def test_lazy_parameters_are_refused_at_the_wrap():
             Job(2).wrap(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
 
     run_threads(2, body)
-
-
-@on_several
-@pytest.mark.parametrize("op", [fl.Average, fl.Sum], ids=["Average", "Sum"])
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
-@pytest.mark.parametrize("arguments", [{}, {"groups": 1000, "gradient_as_bucket_view": True}], ids=str)
-def test_complex_gradients_are_reduced_as_pairs(job, op, dtype, arguments):
-    """Also lazily conjugated ones, in channels-last order, and where a rank has none."""
-
-    def body(rank):
-        p, q, r = (torch.nn.Parameter(torch.zeros(2, 2, dtype=dtype)) for _ in range(3))
-        image = torch.zeros(2, 3, 4, 5, dtype=dtype).to(memory_format=torch.channels_last)
-        image = torch.nn.Parameter(image)
-        optimizer = job.sgd(p, q, r, image, op=op, **arguments)
-        factors = torch.arange(image.numel()).view(image.shape)
-        for step in range(3):
-            optimizer.zero_grad()
-            weight = torch.tensor(1 + rank + 1j * (step + rank), dtype=dtype)
-            loss = (p * weight).real.sum() + (image * factors * weight).real.sum()
-            if rank == 0:
-                loss = loss + (q * 2j).real.sum()
-            loss.backward()
-            r.grad = torch.full((2, 2), weight.item(), dtype=dtype).conj()
-            optimizer.synchronize()
-            scale = job.size if op is fl.Sum else 1
-            mean = complex(1 + job.mean_rank, step + job.mean_rank) * scale
-            torch.testing.assert_close(p.grad, torch.full_like(p, mean).conj())
-            torch.testing.assert_close(q.grad, torch.full_like(q, -2j * scale / job.size))
-            torch.testing.assert_close(r.grad.resolve_conj(), torch.full_like(r, mean).conj().resolve_conj())
-            torch.testing.assert_close(image.grad, factors * torch.full_like(image, mean).conj())
-            with optimizer.skip_synchronize():
-                optimizer.step()
-        return p.tolist()
-
-    first, *others = job.run(body)
-    assert all(other == first for other in others)

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import farandole.torch as fl
-from farandole.torch._low_rank import LowRank
+from farandole.torch.optimizer._low_rank import LowRank
 from jobs import on_several
 
 ROWS, COLUMNS = 40, 30
@@ -30,20 +30,6 @@ def step(job, optimizer, parameter, grad) -> torch.Tensor:
 
 
 @on_several
-def test_a_matrix_of_no_higher_rank_is_averaged_exactly(job):
-    def body(rank):
-        p = torch.nn.Parameter(torch.zeros(ROWS, COLUMNS))
-        optimizer = job.sgd(p, compression=fl.PowerSGD(rank=2))
-        return step(job, optimizer, p, low_rank_gradient(rank))
-
-    mean = sum(map(low_rank_gradient, range(job.size))) / job.size
-    results = job.run(body)
-    for result in results:
-        assert torch.equal(result, results[0])
-        torch.testing.assert_close(result, mean, rtol=1e-4, atol=1e-4)
-
-
-@on_several
 def test_what_is_left_out_comes_later(job):
     """The mean of many steps nears the mean gradient; without the residual the error would stay."""
     steps = 60
@@ -58,40 +44,6 @@ def test_what_is_left_out_comes_later(job):
     for first, many in job.run(body):
         assert (first - mean).norm() > 0.5 * mean.norm()
         assert (many - mean).norm() < 0.25 * mean.norm()
-
-
-@on_several
-def test_vectors_and_small_matrices_travel_as_they_are(job):
-    shapes = [(50,), (6, 6), (ROWS, COLUMNS)]
-
-    def body(rank):
-        parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
-        optimizer = job.sgd(*parameters, compression=fl.PowerSGD(rank=2))
-        loss = sum((p * gradient(rank, tuple(p.shape))).sum() for p in parameters)
-        loss.backward()
-        job.finish(optimizer)
-        return [p.grad.clone() for p in parameters]
-
-    for grads in job.run(body):
-        for grad, shape in zip(grads[:2], shapes, strict=False):
-            mean = sum(gradient(rank, shape) for rank in range(job.size)) / job.size
-            torch.testing.assert_close(grad, mean)
-
-
-@on_several
-def test_a_rank_without_a_gradient_takes_part(job):
-    def body(rank):
-        p = torch.nn.Parameter(torch.zeros(ROWS, COLUMNS))
-        unused = torch.nn.Parameter(torch.zeros(1))
-        optimizer = job.sgd(p, unused, compression=fl.PowerSGD(rank=2))
-        loss = unused.sum() if rank == 0 else (p * low_rank_gradient(rank)).sum()
-        loss.backward()
-        job.finish(optimizer)
-        return p.grad.clone()
-
-    mean = sum(map(low_rank_gradient, range(1, job.size))) / job.size
-    for result in job.run(body):
-        torch.testing.assert_close(result, mean, rtol=1e-4, atol=1e-4)
 
 
 @on_several
@@ -154,25 +106,6 @@ def test_autocast_and_default_dtypes_change_nothing(job):
         torch.set_default_dtype(torch.float32)
     for result in results:
         torch.testing.assert_close(result, sum(contributions) / job.size, rtol=1e-4, atol=1e-4)
-
-
-@on_several
-def test_a_round_of_zeros_does_not_end_learning(job):
-    """The first rows stay zero, from which Q would be taken for ever."""
-
-    def body(rank):
-        p = torch.nn.Parameter(torch.zeros(ROWS, COLUMNS))
-        optimizer = job.sgd(p, compression=fl.PowerSGD(rank=2))
-        step(job, optimizer, p, torch.zeros(ROWS, COLUMNS))
-        grad = low_rank_gradient(rank)
-        grad[:5] = 0
-        step(job, optimizer, p, grad)
-        return step(job, optimizer, p, grad), grad
-
-    results = job.run(body)
-    mean = sum(grad for _, grad in results) / job.size
-    for result, _ in results:
-        torch.testing.assert_close(result, mean, rtol=1e-4, atol=1e-4)
 
 
 def test_what_a_failed_round_sent_is_no_part_of_the_next():

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from farandole.torch._backward_end import OutermostBackward
-from farandole.torch._parameters import GradientHooks
+from farandole.torch.optimizer._backward_end import OutermostBackward
+from farandole.torch.optimizer._parameters import GradientHooks
 
 
 class Raising(torch.autograd.Function):

@@ -28,50 +28,43 @@ def sgd(job, p, name):
     return job.wrap(torch.optim.SGD([p], lr=1.0), [(name, p)])
 
 
-@on_several
-def test_optimizers_wrapped_in_another_order_are_a_mismatch_by_name(job):
-    def body(rank):
-        weights = {"generator": parameter(1.0), "critic": parameter(1.0)}
-        names = list(weights) if rank != 1 else list(reversed(weights))
-        optimizers = {name: sgd(job, weights[name], name) for name in names}
-        return [train_once(optimizers[name], weights[name]) for name in weights] * 2
+def other_order(job, rank):
+    weights = {"generator": parameter(1.0), "critic": parameter(1.0)}
+    names = list(weights) if rank != 1 else list(reversed(weights))
+    optimizers = {name: sgd(job, weights[name], name) for name in names}
+    return [train_once(optimizers[name], weights[name]) for name in [*weights] * 2]
 
-    for texts in job.run(body):
+
+def extra_before(job, rank):
+    p, extra = parameter(1.0), [sgd(job, parameter(1.0, 2.0), "extra")] if rank == 0 else []
+    return [train_once(sgd(job, p, "p"), p), extra][:1]
+
+
+def extra_after(job, rank):
+    optimizer = sgd(job, p := parameter(1.0), "p")
+    extra = [sgd(job, parameter(1.0, 2.0), "extra")] if rank == 0 else []
+    return [train_once(optimizer, p), extra][:1]
+
+
+def fewer_parameters(job, rank):
+    weights = [parameter(1.0) for _ in range(3 - (rank == 1))]
+    return [train_once(job.sgd(*weights), torch.stack(weights))]
+
+
+DIFFERENCES = {
+    other_order: ["wrapped optimizer 1:", 'rank 1 sent tensor "critic float32 [1]"', 'generator float32 [1]"'],
+    extra_before: ["rank 0 sent", '"extra float32 [2]"', '"p float32 [1]"'],
+    extra_after: ["rank 0 sent", "number of wrapped optimizers", "[0,2]", "[0,1]"],
+    fewer_parameters: ["wrapped optimizer 1:", '"3 parameters"', '"2 parameters"'],
+}
+
+
+@on_several
+@pytest.mark.parametrize("differ", DIFFERENCES)
+def test_ranks_that_wrap_other_optimizers_or_in_another_order_are_a_mismatch_by_name(job, differ):
+    for texts in job.run(lambda rank: differ(job, rank)):
         for text in texts:
-            assert "wrapped optimizer 1:" in text and HINT in text
-            assert 'rank 1 sent "critic float32 [1]"' in text.replace("tensor ", "")
-            assert 'generator float32 [1]"' in text
-
-
-@on_several
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_an_optimizer_wrapped_on_one_rank_only_is_a_mismatch(job, when):
-    def body(rank):
-        p = parameter(1.0)
-        extra = [sgd(job, parameter(1.0, 2.0), "extra")] if rank == 0 and when == "before" else []
-        optimizer = sgd(job, p, "p")
-        if rank == 0 and when == "after":
-            extra.append(sgd(job, parameter(1.0, 2.0), "extra"))
-        return train_once(optimizer, p)
-
-    for text in job.run(body):
-        assert HINT in text and "rank 0 sent" in text
-        if when == "before":
-            assert '"extra float32 [2]"' in text and '"p float32 [1]"' in text
-        else:
-            assert "number of wrapped optimizers" in text and "[0,2]" in text and "[0,1]" in text
-
-
-@on_several
-def test_other_parameters_of_one_optimizer_are_a_mismatch_by_name(job):
-    def body(rank):
-        weights = [parameter(1.0) for _ in range(3 - (rank == 1))]
-        optimizer = job.sgd(*weights)
-        return train_once(optimizer, torch.stack(weights))
-
-    for text in job.run(body):
-        assert "wrapped optimizer 1:" in text and HINT in text
-        assert '"3 parameters"' in text and '"2 parameters"' in text
+            assert all(part in text for part in [HINT, *DIFFERENCES[differ]]), text
 
 
 @on_several

@@ -12,7 +12,7 @@ from farandole.ops import RAW
 
 #: Calls of one kind that may be in flight at a time; one more waits.
 MOST_IN_FLIGHT = 64
-#: Kinds of which all that a call needs is kept.
+#: Kinds that are known at a time.
 MOST_KINDS = 1024
 
 
@@ -38,19 +38,22 @@ class Kind:
 
 
 class Calls:
-    """The kinds of calls of one job. Of those that were not called lately only the count is kept.
+    """The kinds of calls of one job. At the first call of one kind too many all are forgotten, and their numbers begin
+    again: on all ranks at the same call, as these make their calls in one order.
 
     Thread safety: any thread.
     """
 
     def __init__(self) -> None:
-        self._kinds: dict[Any, Kind] = {}
+        self._kinds: dict[Any, Kind] = {}  # by what a rank makes the text of: ranks may differ in that
         self._counts: dict[str, Iterator[int]] = {}  # by text
 
     def find(self, key: Any) -> Kind | None:
         return self._kinds.get(key)
 
     def add(self, key: Any, options: _core.Options, text: str) -> Kind:
+        if text not in self._counts and len(self._counts) >= MOST_KINDS:
+            self._kinds, self._counts = {}, {}
         if len(self._kinds) >= MOST_KINDS:
             self._kinds = {}  # those in use are made again
         count = self._counts.setdefault(text, itertools.count())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import types
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -40,6 +41,20 @@ def keep_hooks(parameter: Any) -> None:
     """Gives the tensor of a parameter, which may have been swapped, the parameter's hooks."""
     parameter._backward_hooks = parameter._backward_hooks
     parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+
+
+def hide_from_compiler(kinds: Sequence[type]) -> None:
+    """``torch.compile`` runs their methods as they are: compiled code calls them, as DDP's does."""
+    frames: Any = torch._C._dynamo.eval_frame
+    for kind in kinds:
+        for one in vars(kind).values():
+            if not isinstance(one, types.FunctionType):
+                continue
+            if hasattr(frames, "skip_code"):  # before torch 2.8
+                frames.skip_code(one.__code__)
+            else:
+                strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+                frames.set_code_exec_strategy(one.__code__, strategy)
 
 
 class _Exported:

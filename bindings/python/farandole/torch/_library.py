@@ -17,8 +17,8 @@ from farandole import _core
 from farandole.torch import _compat
 
 ALL_DTYPES: Final = _core.dtypes
-DTYPES: Final = ALL_DTYPES[:10]  # that the core can reduce
-REDUCED: Final = (*DTYPES, "complex64", "complex128")  # by Sum and Average also complex ones, as pairs
+DTYPES: Final = _core.reducible_dtypes
+REDUCED: Final = _core.reduced_dtypes
 DTYPE_NUMBERS: Final[dict[torch.dtype, int]] = {getattr(torch, name): number for number, name in enumerate(DTYPES)}
 PAIRS: Final = {torch.complex64: torch.float32, torch.complex128: torch.float64}  # summed as pairs of these
 

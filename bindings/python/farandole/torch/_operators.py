@@ -16,6 +16,7 @@ import torch
 
 from farandole import basics, ops
 from farandole.ops import BLOCKS, GROUP
+from farandole.torch import _autograd
 
 _KINDS = {
     "allreduce": ops.ALLREDUCE, "allgather": ops.ALLGATHER, "alltoall": ops.ALLTOALL, "broadcast": ops.BROADCAST,
@@ -75,10 +76,8 @@ def _backward(kind: int, ctx: Any, gradients: Any) -> Any:
 def _run_gradient(
     gradients: Tensors, rows: torch.Tensor, lengths: Sequence[int], kind: int, name: str | None, *numbers: Any
 ) -> list[torch.Tensor]:
-    from farandole.torch.ops import _gradients  # not above: it imports this
-
     shape = torch.Size([lengths[0], *gradients[0].shape[1:]])
-    return _gradients(ops.options(kind, *numbers), gradients, name, rows.tolist(), shape)
+    return _autograd.gradients_of(ops.options(kind, *numbers), gradients, name, rows.tolist(), shape)
 
 
 def _fake_gradient(gradients: Tensors, _: Any, lengths: Sequence[int], kind: int, *__: Any) -> list[torch.Tensor]:

@@ -22,6 +22,7 @@ import torch
 
 from farandole import _activity, _core, basics, objects, ops
 from farandole.exceptions import HorovodInternalError, MismatchError, OperationTimeoutError
+from farandole.torch import _compat
 
 __all__ = ["watch"]
 
@@ -133,15 +134,15 @@ class _Watch:
     """
 
     def __init__(self, group: Any, exits: bool) -> None:
-        from farandole.torch import distributed  # not above: it registers the backend
+        from farandole.torch.distributed import _job  # not above: it registers the backend
 
         c10d: Any = torch.distributed.distributed_c10d
         self.last: Any = None  # the Work of the last collective
         self._group, self._exits, self._groups = group, exits, c10d._world.pg_map
         self._ranks = c10d.get_process_group_ranks(group)
         self._name = f"group {group.group_name}"
-        store = distributed.dist.PrefixStore("farandole watch", self._groups[group][1])
-        self._context = distributed._connect(store, group.rank(), group.size(), 0.0, in_order=False)
+        store = c10d.PrefixStore("farandole watch", self._groups[group][1])
+        self._context = _job.connect(store, group.rank(), group.size(), 0.0, in_order=False)
         self._error: HorovodInternalError | None = None
         self._calls: list[Any] = []  # those that not all ranks have made: see _Kernel.describe(); code and line
         self._digests: dict[Any, int] = {}
@@ -393,9 +394,7 @@ def _intercept() -> None:
     """Puts the kernels in their place, once. BackendSelect: below autograd, and also without gradients."""
     if _library:
         return
-    from farandole.torch import distributed
-
-    distributed._hide_from_compiler((_Kernel, _Watch))
+    _compat.hide_from_compiler((_Kernel, _Watch))
     _library.append(torch.library.Library("c10d", "IMPL"))
     for name in _COLLECTIVES:
         packet = getattr(torch.ops.c10d, name, None)

@@ -16,9 +16,12 @@ from typing import Any, TypeVar
 
 import torch
 
-import farandole.torch as fl
-from farandole.basics import init, shutdown
+from farandole.basics import init, rank, shutdown, size
 from farandole.exceptions import HorovodInternalError
+from farandole.objects import broadcast_object
+from farandole.ops import Max
+from farandole.torch.functions import broadcast_optimizer_state, broadcast_parameters
+from farandole.torch.ops import allreduce
 
 __all__ = [
     "ElasticSampler", "HorovodInternalError", "HostsUpdatedInterrupt", "ObjectState", "State",
@@ -132,9 +135,9 @@ class ObjectState(State):
         for name in self._names:
             value = getattr(self, name)
             if isinstance(value, torch.nn.Module):
-                fl.broadcast_parameters(value.state_dict(), root_rank=0)
+                broadcast_parameters(value.state_dict(), root_rank=0)
             elif isinstance(value, torch.optim.Optimizer):
-                fl.broadcast_optimizer_state(value, root_rank=0)
+                broadcast_optimizer_state(value, root_rank=0)
             else:
                 content[name] = self._content(name)
         if content:
@@ -211,19 +214,19 @@ def _raise_unless_recoverable(error: HorovodInternalError, failures: int) -> Non
     if failures >= _MAX_FAILURES:
         reason = f"given up after {failures} failures without a commit in between"
     try:
-        fl.allreduce(torch.zeros(1), op=fl.Max, name="elastic.restore")
+        allreduce(torch.zeros(1), op=Max, name="elastic.restore")
     except HorovodInternalError:
         reason = "the job is over and cannot go on from its last commit: start it again from a "
         reason += "checkpoint"
     if reason is not None:
         error.args = (f"{error}; {reason}", *error.args[1:])
         raise error
-    if fl.rank() == 0:
+    if rank() == 0:
         warnings.warn(f"going on from the last commit after: {error}", RuntimeWarning, stacklevel=3)
 
 
 def _broadcast(obj: Any) -> Any:
-    return fl.broadcast_object(obj, root_rank=0, name="elastic.state")
+    return broadcast_object(obj, root_rank=0, name="elastic.state")
 
 
 def _is_stateful(value: Any) -> bool:
@@ -305,7 +308,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def reset(self) -> None:
         """Shares out what is not recorded; an iterator made before goes on as it was."""
-        self.num_replicas, self.rank = fl.size(), fl.rank()
+        self.num_replicas, self.rank = size(), rank()
         order = list(range(len(self.dataset)))
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)

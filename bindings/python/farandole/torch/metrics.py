@@ -12,9 +12,13 @@ from typing import Any
 
 import torch
 
-import farandole.torch as fl
+from farandole.basics import global_process_set
+from farandole.exceptions import HorovodInternalError
+from farandole.objects import allgather_object
+from farandole.ops import Average, Sum
 from farandole.torch.compression import Compression
 from farandole.torch.functions import map_tree
+from farandole.torch.ops import grouped_allreduce
 
 _Tensors = list[torch.Tensor]
 
@@ -39,10 +43,10 @@ def allreduce_tree(
         MismatchError: Ranks passed different numbers of tensors, shapes, dtypes or operations.
         TypeError: Something in the tree is neither a tensor nor a number.
     """
-    members = process_set or fl.global_process_set
+    members = process_set or global_process_set
 
     def reduce(tensors: _Tensors) -> _Tensors:
-        return fl.grouped_allreduce(tensors, op=op, name=name, compression=compression, process_set=members)
+        return grouped_allreduce(tensors, op=op, name=name, compression=compression, process_set=members)
 
     return _with_leaves_reduced(tree, "allreduce_tree", reduce)
 
@@ -69,17 +73,17 @@ def metric_average(metrics: Any, name: str | None = None, weight: float | None =
     """
     if weight is not None and not weight >= 0:
         raise ValueError(f"metric_average: weight must be >= 0, not {weight}")
-    members = process_set or fl.global_process_set
+    members = process_set or global_process_set
 
     def average(tensors: _Tensors) -> _Tensors:
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), tensors[0].device)
         values = [tensor.detach().to(device, torch.float64) for tensor in tensors]
         if weight is None:
-            means = fl.grouped_allreduce(values, op=fl.Average, name=name, process_set=members)
+            means = grouped_allreduce(values, op=Average, name=name, process_set=members)
         else:
             weighted = [value * weight if weight else torch.zeros_like(value) for value in values]
             weighted.append(values[0].new_tensor(weight))
-            sums = fl.grouped_allreduce(weighted, op=fl.Sum, name=name, process_set=members)
+            sums = grouped_allreduce(weighted, op=Sum, name=name, process_set=members)
             means = [value / sums[-1] for value in sums[:-1]]
         return [_like(mean, tensor) for mean, tensor in zip(means, tensors, strict=True)]
 
@@ -118,7 +122,7 @@ def evaluate(
             message has the rank and the cause.
         ValueError: On every rank: there is no sample, or the trees of two ranks differ.
     """
-    members = process_set or fl.global_process_set
+    members = process_set or global_process_set
     part: Any = None, {}, 0.0
     error = None
     modes = [(module, module.training) for module in model.modules()]
@@ -133,7 +137,7 @@ def evaluate(
         for module, mode in modes:
             module.training = mode
     text = None if error is None else f"{type(error).__name__}: {error}"
-    parts = fl.allgather_object((*part, text), "evaluate", members)
+    parts = allgather_object((*part, text), "evaluate", members)
     if error is not None:
         raise error
     by_rank = dict(zip(members.ranks or (), parts, strict=True))
@@ -160,7 +164,7 @@ def _of_ranks(parts: dict[int, Any]) -> Iterator[tuple[_Sums, str]]:
     """The sums of the ranks that have samples, by rank; raises what one of them failed with."""
     for rank, (*_, error) in parts.items():
         if error is not None:
-            raise fl.HorovodInternalError(f"evaluate: rank {rank} failed: {error}")
+            raise HorovodInternalError(f"evaluate: rank {rank} failed: {error}")
     with_samples = [rank for rank, (_, _, samples, _) in parts.items() if samples]
     for rank in with_samples:
         tree, sums, samples, _ = parts[rank]

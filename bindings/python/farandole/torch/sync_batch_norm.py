@@ -13,8 +13,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-import farandole.torch as fl
 from farandole import basics
+from farandole.basics import global_process_set
+from farandole.ops import Sum
+from farandole.torch import ops
 
 #: What is converted: these classes, and none that somebody derived from them.
 _OF_TORCH: Final = (
@@ -111,8 +113,8 @@ class SyncBatchNorm(_BatchNorm):
                 two values per channel (seen on the CPU only).
         """
         self._check_input_dim(input)
-        members = fl.global_process_set if self.process_set is None else self.process_set
-        size = fl.size() if self.process_set is None else members.size()
+        members = global_process_set if self.process_set is None else self.process_set
+        size = basics.size() if self.process_set is None else members.size()
         if size is None:
             raise ValueError(f"SyncBatchNorm: {members} is not registered")
         if not self.training or size == 1:
@@ -155,7 +157,7 @@ def _statistics(input: torch.Tensor, members: Any) -> tuple[torch.Tensor, torch.
         deviations = (wide - _aligned(mean, wide)).square_().sum(dimensions)
         row[0, -1] = count
         row[0, :-1] = torch.cat([mean, deviations])
-    rows = fl.allgather(row, name=f"sync_batch_norm.forward.{channels}", process_set=members)
+    rows = ops.allgather(row, name=f"sync_batch_norm.forward.{channels}", process_set=members)
     means, deviations, counts = torch.split(rows, [channels, channels, 1], dim=1)
     total = counts.sum()
     if not input.is_cuda and total < 2:  # on a GPU the host would have to wait
@@ -203,7 +205,7 @@ class _Normalize(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             name = f"sync_batch_norm.backward.{input.shape[1]}"
             with basics.using(ctx.context):  # autograd has threads of its own for GPUs
-                total = fl.allreduce(sums.double(), op=fl.Sum, name=name, process_set=ctx.members)
+                total = ops.allreduce(sums.double(), op=Sum, name=name, process_set=ctx.members)
             means = total / count
             scale = inverse if weight is None else inverse * weight
             grad_input = grad - _aligned(means[0], input)

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "coordinator/control/in_process.h"
+#include "coordinator/liveness/table.h"
 
 namespace farandole {
 namespace {
@@ -16,11 +17,15 @@ namespace {
 class Spreading {
  public:
   Spreading(int size, int first_gone, int gone)
-      : hub_(size), gone_(static_cast<size_t>(size)), spread_(static_cast<size_t>(size)) {
+      : hub_(size),
+        tables_(static_cast<size_t>(size)),
+        gone_(static_cast<size_t>(size)),
+        spread_(static_cast<size_t>(size)) {
     for (int i = 0; i < gone; ++i) gone_[static_cast<size_t>((first_gone + i) % size)] = true;
     for (int r = 0; r < size; ++r) {
       transports_.push_back(hub_.Create(r, nullptr));
-      coalescer_.push_back(std::make_unique<FrameCoalescer>(*transports_.back(), counters_));
+      coalescer_.push_back(std::make_unique<FrameCoalescer>(*transports_.back(), counters_,
+                                                            tables_[static_cast<size_t>(r)]));
     }
   }
 
@@ -31,7 +36,8 @@ class Spreading {
       moved = false;
       for (int r = 0; r < hub_.size(); ++r) {
         if (gone_[static_cast<size_t>(r)] || spread_[static_cast<size_t>(r)]) continue;
-        const Status told = coalescer_[static_cast<size_t>(r)]->Drain(100);
+        coalescer_[static_cast<size_t>(r)]->Drain(100);
+        const Status told = tables_[static_cast<size_t>(r)].Judge().error;
         if (told.ok()) continue;
         EXPECT_EQ(told.ToString(),
                   Timeout("rank " + std::to_string(origin) + " failed: stuck").ToString());
@@ -44,12 +50,13 @@ class Spreading {
 
  private:
   void Spread(int rank, const Status& error) {
-    coalescer_[static_cast<size_t>(rank)]->SpreadAbort(error);
+    coalescer_[static_cast<size_t>(rank)]->SpreadAbort(error, !error.facts().ranks.empty());
     spread_[static_cast<size_t>(rank)] = true;
   }
 
   InProcessHub hub_;
   Counters counters_;
+  std::vector<LivenessTable> tables_;
   std::vector<bool> gone_;
   std::vector<bool> spread_;
   std::vector<std::unique_ptr<Transport>> transports_;
@@ -71,8 +78,11 @@ TEST(FrameCoalescer, NamesTheLostRankAndNotTheOneThatReportsIt) {
   Counters counters;
   std::vector<std::unique_ptr<Transport>> transports;
   for (int r = 0; r < 3; ++r) transports.push_back(hub.Create(r, nullptr));
-  FrameCoalescer(*transports[0], counters).SpreadAbort(FailedOn(2, Unavailable("rank 2 died")));
-  const Status told = FrameCoalescer(*transports[1], counters).Drain(10);
+  LivenessTable table;
+  FrameCoalescer(*transports[0], counters, table)
+      .SpreadAbort(FailedOn(2, Unavailable("rank 2 died")));
+  FrameCoalescer(*transports[1], counters, table).Drain(10);
+  const Status told = table.Judge().error;
   EXPECT_EQ(told.message(), "rank 2 died");
   EXPECT_EQ(told.facts().ranks, std::vector<int32_t>{2});
 }
@@ -81,7 +91,8 @@ TEST(FrameCoalescer, NamesTheLostRankToWhichItCannotSend) {
   InProcessHub hub(3);
   const std::unique_ptr<Transport> transport = hub.Create(0, nullptr);
   Counters counters;
-  FrameCoalescer coalescer(*transport, counters);
+  LivenessTable table;
+  FrameCoalescer coalescer(*transport, counters, table);
   hub.Disconnect(2, Unavailable("the connection broke"));
   ASSERT_TRUE(coalescer.Add(2, DownMessage()).ok());
   EXPECT_EQ(coalescer.Flush().facts().ranks, std::vector<int32_t>{2});
@@ -91,7 +102,8 @@ TEST(FrameCoalescer, SendsAFinalErrorByFewMessages) {
   InProcessHub hub(1000);
   Counters counters;
   const std::unique_ptr<Transport> transport = hub.Create(5, nullptr);
-  FrameCoalescer(*transport, counters).SpreadAbort(Timeout("stuck"));
+  LivenessTable table;
+  FrameCoalescer(*transport, counters, table).SpreadAbort(Timeout("stuck"));
   int64_t messages = 0;
   for (int to = 0; to < 1000; ++to) messages += hub.Sent(5, to).messages;
   EXPECT_EQ(messages, 18);

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "coordinator/control/in_process.h"
+#include "coordinator/liveness/table.h"
 
 namespace farandole {
 namespace {
@@ -64,18 +65,18 @@ TEST(InProcessTransport, DoesNotRingADoorbellThatIsGone) {
   EXPECT_TRUE(sender->Send(1, Text("late")).ok());
 }
 
-TEST(InProcessTransport, TellsALostPeerOnceAfterItsMessages) {
+TEST(InProcessTransport, NotesALostPeerOnceAndKeepsItsMessages) {
   InProcessHub hub(2);
+  LivenessTable table;
   const auto peer = hub.Create(0, nullptr);
-  const auto survivor = hub.Create(1, nullptr);
+  const auto survivor = hub.Create(1, nullptr, &table);
   ASSERT_TRUE(peer->Send(1, Text("last words")).ok());
   hub.Disconnect(0, Unavailable("rank 0 was killed"));
   hub.Disconnect(0, Unavailable("again"));
+  EXPECT_EQ(table.Judge().error.message(), "rank 0 was killed");
+  EXPECT_EQ(table.Judge().error.facts().ranks, std::vector<int32_t>{0});
+  EXPECT_EQ(table.news(), 1);
   EXPECT_EQ(NextText(*survivor), "last words");
-  Result<std::optional<Transport::Incoming>> polled = survivor->Poll();
-  ASSERT_TRUE(polled.ok() && polled.value());
-  EXPECT_EQ(polled.value()->from, 0);
-  EXPECT_EQ(polled.value()->lost.message(), "rank 0 was killed");
   EXPECT_EQ(NextText(*survivor), "nothing");
 }
 

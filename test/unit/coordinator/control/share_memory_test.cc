@@ -13,8 +13,10 @@
 namespace farandole {
 namespace {
 
-/// What every rank comes to, each on a thread. `bells` outlives it.
-std::vector<HostGroup> ShareOnAll(const std::vector<int>& host, std::vector<FutexDoorbell>& bells) {
+/// What every rank comes to, each on a thread. `bells` outlives it. @param watched  By rank: whom
+/// it is told to watch.
+std::vector<HostGroup> ShareOnAll(const std::vector<int>& host, std::vector<FutexDoorbell>& bells,
+                                  std::vector<std::vector<int>>* watched = nullptr) {
   const auto size = static_cast<int>(host.size());
   InProcessHub hub(size);
   std::vector<std::unique_ptr<Transport>> transports;
@@ -23,7 +25,11 @@ std::vector<HostGroup> ShareOnAll(const std::vector<int>& host, std::vector<Fute
   std::vector<std::thread> threads;
   for (size_t rank = 0; rank < host.size(); ++rank) {
     threads.emplace_back([&, rank] {
-      shared[rank] = ShareMemory(*transports[rank], host, bells[rank], 60 * kNsPerSecond).value();
+      const auto watch = [&](int peer, pid_t) {
+        if (watched != nullptr) (*watched)[rank].push_back(peer);
+      };
+      shared[rank] =
+          ShareMemory(*transports[rank], host, bells[rank], watch, 60 * kNsPerSecond).value();
     });
   }
   for (std::thread& thread : threads) thread.join();
@@ -50,17 +56,9 @@ TEST(ShareMemory, GivesTheRanksOfAHostOneMemory) {
 
 TEST(ShareMemory, HasTheLowestRankOfAHostWatchTheOthersAndTheseTheLowest) {
   std::vector<FutexDoorbell> bells(4);
-  const std::vector<HostGroup> shared = ShareOnAll({0, 1, 0, 0}, bells);
-  const auto watched = [&](size_t rank) {
-    std::vector<int> ranks;
-    const PeerWatch& peers = *shared[rank].peers;
-    for (size_t i = 0; i < peers.size(); ++i) ranks.push_back(peers.rank(i));
-    return ranks;
-  };
-  EXPECT_EQ(watched(0), (std::vector<int>{2, 3}));
-  EXPECT_EQ(watched(2), std::vector<int>{0});
-  EXPECT_EQ(watched(3), std::vector<int>{0});
-  EXPECT_EQ(shared[1].peers, nullptr);
+  std::vector<std::vector<int>> watched(4);
+  const std::vector<HostGroup> shared = ShareOnAll({0, 1, 0, 0}, bells, &watched);
+  EXPECT_EQ(watched, (std::vector<std::vector<int>>{{2, 3}, {}, {0}, {0}}));
   EXPECT_GE(shared[0].cores, 1);
 }
 

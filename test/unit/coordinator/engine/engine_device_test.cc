@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "coordinator/engine/engine.h"
-#include "coordinator/engine/gradient_round.h"
+#include "coordinator/gradients/gradient_round.h"
 #include "test/fakes/fake_device.h"
 #include "test/planes/launching_plane.h"
 #include "test/support/stepped_job.h"

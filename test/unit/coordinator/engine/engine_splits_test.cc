@@ -103,10 +103,11 @@ class EngineSplits : public testing::Test {
     Result<Operation*> prepared = engine.operations().Prepare(name, signature, &version, splits);
     if (!prepared.ok()) return prepared.status();
     FARANDOLE_RETURN_IF_ERROR(engine.operations().Claim(*prepared.value(), version));
+    ClaimedOperation claimed(*prepared.value());
     void* out = OutputOf(rank);
     const size_t outputs = allocator == nullptr ? 1 : 0;
-    Result<std::shared_ptr<Work>> work = engine.StartClaimed(
-        *prepared.value(), {&in, 1}, {&out, outputs}, {}, true, {}, std::move(allocator));
+    Result<std::shared_ptr<Work>> work =
+        engine.StartClaimed(claimed, {&in, 1}, {&out, outputs}, {}, true, {}, std::move(allocator));
     if (!work.ok()) return work.status();
     works_.push_back(work.value());
     return {};

@@ -4,18 +4,18 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <deque>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "coordinator/control/rendezvous.h"
+#include "coordinator/diagnosis/detectors.h"
 #include "coordinator/protocol/error_text.h"
 #include "coordinator/protocol/known_work.h"
-#include "coordinator/protocol/stall_report.h"
 #include "core/clock.h"
 #include "test/support/count_allocations.h"
+#include "test/support/negotiation_job.h"
 
 // GCC 12 misses members after those that are named.
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers"
@@ -24,12 +24,7 @@ namespace farandole {
 namespace {
 
 using testing::HasSubstr;
-
-Signature Float(std::vector<int64_t> shape) {
-  Signature signature;
-  signature.tensors.push_back({"", DType::kFloat32, std::move(shape)});
-  return signature;
-}
+using Job = NegotiationJob;
 
 Signature Group(int tensors) {
   Signature signature;
@@ -47,182 +42,6 @@ Vote Rows(int64_t rows) {
   vote.rows = {rows};
   return vote;
 }
-
-Mask Bits(uint64_t word) { return {word}; }
-
-/// One rank: a negotiation and what it said. Messages wait in `up` and `down`, reused.
-class Rank final : public NegotiationListener {
- public:
-  explicit Rank(NegotiationOptions options) : negotiation(std::move(options), *this) {}
-
-  void SendUp(int parent, const UpMessage& message) override { Put(up, up_used, parent, message); }
-  void SendDown(int child, const DownMessage& message) override {
-    Put(down, down_used, child, message);
-  }
-  void OnWork(const WorkDecision& work) override {
-    ++works;
-    number = work.number;
-    keys = static_cast<int>(work.keys.size());
-    plans = static_cast<int>(work.plans.size());
-    rows.assign(work.keys.front().rows.begin(), work.keys.front().rows.end());
-    if (!log_works) return;
-    absent.assign(work.keys.front().absent.begin(), work.keys.front().absent.end());
-    skipped = *work.keys.front().skipped;
-    mine = work.keys.front().mine;
-  }
-  void OnEnded(KeyId, const Status& status) override { ended.push_back(status); }
-  void OnSetAdded(const ProcessSetInfo& set) override { added.push_back(set); }
-  void OnSetEnded(uint32_t set, const Status& why) override { over.emplace_back(set, why); }
-  bool Holds(KeyId) const override { return true; }
-  void OnJoinDone(int last) override { last_joined = last; }
-  void OnLeft(int rank) override { left.push_back(rank); }
-  void OnShutdown() override { shut_down = true; }
-  void OnReport(const std::string& text) override { reports.push_back(text); }
-  std::vector<std::string> OnStalls(const std::vector<StallFacts>& stalls) override {
-    std::vector<std::string> lines;
-    for (const StallFacts& stall : stalls) lines.push_back(DescribeStall(stall));
-    return lines;
-  }
-  void OnStallShutdown(const Status& error) override {
-    shutdowns.push_back(error.message());
-    failed = error.facts();
-  }
-  bool IsBlocked() const override { return is_blocked; }
-  bool AskActivity() override {
-    is_asked = true;
-    return tells_activity;
-  }
-  std::optional<Activity> FindActivity() override { return activity; }
-
-  template <class Message>
-  using Box = std::vector<std::pair<int, Message>>;
-  template <class Message>
-  static void Put(Box<Message>& box, size_t& used, int to, const Message& message) {
-    if (used == box.size()) box.emplace_back();
-    box[used].first = to;
-    box[used++].second = message;
-  }
-
-  Negotiation negotiation;
-  Box<UpMessage> up;
-  Box<DownMessage> down;
-  size_t up_used = 0;
-  size_t down_used = 0;
-  int works = 0;
-  int64_t number = 0;
-  int keys = 0;
-  int plans = 0;  // that came with it
-  bool log_works = true;
-  std::vector<RankMask> absent;
-  std::vector<int64_t> rows;
-  Mask skipped;
-  bool mine = false;
-  std::vector<Status> ended;
-  std::vector<ProcessSetInfo> added;
-  std::vector<std::pair<uint32_t, Status>> over;
-  int last_joined = -1;
-  std::vector<int> left;
-  bool shut_down = false;
-  std::vector<std::string> reports;
-  std::vector<std::string> shutdowns;
-  FailureFacts failed;  // of the last of them
-  bool is_blocked = false;
-  bool tells_activity = false;
-  bool is_asked = false;
-  std::optional<Activity> activity;
-};
-
-/// All ranks under rank 0, or in a tree; messages move only in Settle.
-class Job {
- public:
-  explicit Job(int size, NegotiationOptions options = {}) {
-    options.size = size;
-    if (options.parent.empty()) options.parent.assign(static_cast<size_t>(size), 0);
-    options.parent[0] = -1;
-    options.planes = {0, 0};
-    for (options.rank = 0; options.rank < size; ++options.rank) {
-      ranks_.push_back(std::make_unique<Rank>(options));
-    }
-  }
-
-  Rank& operator[](int rank) { return *ranks_[static_cast<size_t>(rank)]; }
-  Negotiation& At(int rank) { return (*this)[rank].negotiation; }
-
-  Status Submit(int rank, const std::string& name, Signature signature, const Vote& vote = {},
-                OpKind kind = OpKind::kAllreduce, uint32_t set = kGlobalSet) {
-    signature.kind = kind;
-    return At(rank).Submit(At(rank).Intern({set, kind, name}), signature, vote);
-  }
-  void SubmitAll(const std::string& name, const Signature& signature, const Vote& vote = {},
-                 OpKind kind = OpKind::kAllreduce) {
-    for (int r = 0; r < size(); ++r) ASSERT_TRUE(Submit(r, name, signature, vote, kind).ok());
-  }
-  void AddSet(std::vector<int32_t> ranks) {
-    Signature signature;
-    signature.ranks = std::move(ranks);
-    SubmitAll("add", signature, {}, OpKind::kAddSet);
-    Settle();
-  }
-  void Tick(int64_t now_ns) {
-    for (const auto& rank : ranks_)
-      (void)rank->negotiation.Tick(now_ns);  // the test knows the time
-    Settle();
-  }
-
-  /// Delivers everything; each rank flushes between messages.
-  void Settle() {
-    for (bool moved = true; moved;) {
-      moved = false;
-      for (int r = 0; r < size(); ++r) moved |= Drain(r);
-    }
-  }
-  /// The batches of the last decision are done everywhere.
-  void Finish(int32_t batches = 1) {
-    for (const auto& rank : ranks_) {
-      for (int32_t i = 0; i < batches; ++i) rank->negotiation.BatchDone(rank->number, i);
-    }
-    Settle();
-  }
-  /// The key that ended last did so on every rank alike.
-  void ExpectEnd(Code code, const testing::Matcher<std::string>& text) {
-    for (const auto& rank : ranks_) {
-      ASSERT_FALSE(rank->ended.empty());
-      EXPECT_EQ(rank->ended.back().code(), code);
-      EXPECT_THAT(rank->ended.back().message(), text);
-    }
-  }
-  int size() const { return static_cast<int>(ranks_.size()); }
-  int64_t messages() const { return messages_; }
-  int64_t records() const { return records_; }
-
- private:
-  bool Drain(int r) {
-    Rank& rank = (*this)[r];
-    rank.negotiation.Flush();
-    bool moved = false;
-    for (size_t i = 0; i < rank.up_used; ++i) {
-      moved = true;
-      ++messages_;
-      records_ += static_cast<int64_t>(rank.up[i].second.keys.size());
-      const Status status = At(rank.up[i].first).ReceiveUp(r, rank.up[i].second);
-      EXPECT_TRUE(status.ok()) << status.ToString();
-    }
-    rank.up_used = 0;
-    for (size_t i = 0; i < rank.down_used; ++i) {
-      moved = true;
-      ++messages_;
-      records_ += static_cast<int64_t>(rank.down[i].second.items.size());
-      const Status status = At(rank.down[i].first).ReceiveDown(r, rank.down[i].second);
-      EXPECT_TRUE(status.ok()) << status.ToString();
-    }
-    rank.down_used = 0;
-    return moved;
-  }
-
-  std::vector<std::unique_ptr<Rank>> ranks_;
-  int64_t messages_ = 0;
-  int64_t records_ = 0;
-};
 
 TEST(Negotiation, NeedsNoMessageAlone) {
   Job job(1);
@@ -262,7 +81,7 @@ TEST(Negotiation, FusesWhatBecomesReadyBehindTheWindow) {
     job.Settle();
   }
   EXPECT_EQ(job[1].works, 2);
-  for (Rank* rank : {&job[0], &job[1]}) rank->negotiation.BatchDone(1, 0);
+  for (JobRank* rank : {&job[0], &job[1]}) rank->negotiation.BatchDone(1, 0);
   job.Settle();
   EXPECT_EQ(job[1].works, 3);
   EXPECT_EQ(job[1].keys, 2);
@@ -302,68 +121,50 @@ TEST(Negotiation, DecidesAllBatchesOfAGroupAtOnce) {
 }
 
 struct Disagreement {
-  const char* name;
   void (*change)(Signature&);
-  const char* text;
+  const char* sent;  ///< By ranks 0 and 1.
+  const char* other;
+  const char* what;
 };
 
-class Refusal : public testing::TestWithParam<Disagreement> {};
+constexpr Disagreement kDisagreements[] = {
+    {[](auto& s) { s.tensors[0].shape[1] = 256; }, "float32 [64,128]", "float32 [64,256]",
+     "shapes must be equal"},
+    {[](auto& s) { s.tensors[0].dtype = DType::kFloat64; }, "float32 [64,128]", "float64 [64,128]",
+     "dtypes must be equal"},
+    {[](auto& s) { s.op = ReduceOp::kMax; }, "op sum", "op max", "reduce ops must be equal"},
+    {[](auto& s) { s.root = 1; }, "root -1", "root 1", "roots must be equal"},
+    {[](auto& s) { s.prescale = 0.5; }, "prescale 1 and postscale 1",
+     "prescale 0.5 and postscale 1", "factors must be equal"},
+    {[](auto& s) { s.device = DeviceKind::kCuda; }, "a tensor on cpu", "a tensor on cuda",
+     "devices must be equal"},
+    {[](auto& s) { s.wire_format = WireFormat::kBfloat16; }, "wire dtype as it is",
+     "wire dtype bfloat16", "wire dtypes must be equal"},
+    {[](auto& s) { s.tensors.push_back(s.tensors[0]); }, "1 tensors", "2 tensors",
+     "the tensors of a group must be equal"},
+    {[](auto& s) { s.tensors.resize(2), s.tensors[1].name = "bias"; }, "1 tensors", "2 tensors",
+     "the tensors of a group must be equal; the first difference: ranks 0, 1 sent nothing, rank 2 "
+     "sent \"bias\""},
+};
 
-TEST_P(Refusal, NamesKeyRanksAndBothValuesEverywhere) {
-  Job job(3);
-  for (int use = 0; use < 3; ++use) {  // by name, by name, by id
-    Signature other = Float({64, 128});
-    GetParam().change(other);
-    ASSERT_TRUE(job.Submit(0, "w", Float({64, 128})).ok());
-    ASSERT_TRUE(job.Submit(1, "w", Float({64, 128})).ok());
-    ASSERT_TRUE(job.Submit(2, "w", other).ok());
-    job.Settle();
-    job.ExpectEnd(Code::kMismatch, GetParam().text);
-    job.SubmitAll("w", Float({64, 128}));
-    job.Settle();
-    EXPECT_EQ(job[2].works, use + 1) << "the next use works";
-    job.Finish();
+TEST(Negotiation, RefusesOtherSignaturesNamingKeyRanksAndBothValuesEverywhere) {
+  for (const Disagreement& one : kDisagreements) {
+    Job job(3);
+    for (int use = 0; use < 3; ++use) {  // by name, by name, by id
+      Signature other = Float({64, 128});
+      one.change(other);
+      for (const int r : {0, 1}) ASSERT_TRUE(job.Submit(r, "w", Float({64, 128})).ok());
+      ASSERT_TRUE(job.Submit(2, "w", other).ok());
+      job.Settle();
+      job.ExpectEnd(Code::kMismatch, std::string("allreduce \"w\": ranks 0, 1 sent ") + one.sent +
+                                         ", rank 2 sent " + one.other + "; " + one.what);
+      job.SubmitAll("w", Float({64, 128}));
+      job.Settle();
+      EXPECT_EQ(job[2].works, use + 1) << "the next use works";
+      job.Finish();
+    }
   }
 }
-
-INSTANTIATE_TEST_SUITE_P(
-    Signatures, Refusal,
-    testing::Values(
-        Disagreement{"Shape",
-                     [](Signature& s) {
-                       s.tensors[0].shape = {64, 256};
-                     },
-                     "allreduce \"w\": ranks 0, 1 sent float32 [64,128], rank 2 sent float32 "
-                     "[64,256]; shapes must be equal"},
-        Disagreement{"Dtype", [](Signature& s) { s.tensors[0].dtype = DType::kFloat64; },
-                     "allreduce \"w\": ranks 0, 1 sent float32 [64,128], rank 2 sent float64 "
-                     "[64,128]; dtypes must be equal"},
-        Disagreement{"ReduceOp", [](Signature& s) { s.op = ReduceOp::kMax; },
-                     "allreduce \"w\": ranks 0, 1 sent op sum, rank 2 sent op max; reduce ops must "
-                     "be equal"},
-        Disagreement{"Root", [](Signature& s) { s.root = 1; },
-                     "allreduce \"w\": ranks 0, 1 sent root -1, rank 2 sent root 1; roots must be "
-                     "equal"},
-        Disagreement{"Factors", [](Signature& s) { s.prescale = 0.5; },
-                     "allreduce \"w\": ranks 0, 1 sent prescale 1 and postscale 1, rank 2 sent "
-                     "prescale 0.5 and postscale 1; factors must be equal"},
-        Disagreement{"Device", [](Signature& s) { s.device = DeviceKind::kCuda; },
-                     "allreduce \"w\": ranks 0, 1 sent a tensor on cpu, rank 2 sent a tensor on "
-                     "cuda; devices must be equal"},
-        Disagreement{"Wire", [](Signature& s) { s.wire_format = WireFormat::kBfloat16; },
-                     "allreduce \"w\": ranks 0, 1 sent wire dtype as it is, rank 2 sent wire dtype "
-                     "bfloat16; wire dtypes must be equal"},
-        Disagreement{"GroupSize", [](Signature& s) { s.tensors.push_back(s.tensors[0]); },
-                     "allreduce \"w\": ranks 0, 1 sent 1 tensors, rank 2 sent 2 tensors; the "
-                     "tensors of a group must be equal"},
-        Disagreement{"NamedGroupSize",
-                     [](Signature& s) {
-                       s.tensors.push_back({"bias", DType::kFloat32, {64}});
-                     },
-                     "allreduce \"w\": ranks 0, 1 sent 1 tensors, rank 2 sent 2 tensors; the "
-                     "tensors of a group must be equal; the first difference: ranks 0, 1 sent "
-                     "nothing, rank 2 sent \"bias\""}),
-    [](const auto& one) { return std::string(one.param.name); });
 
 TEST(Negotiation, RefusesAnotherCollectiveUnderTheSameNameEverywhere) {
   Job job(3, {.parent = {-1, 0, 1}});  // a relay sees both kinds first
@@ -823,7 +624,7 @@ TEST(Negotiation, AgreesOnASetOfTenThousandRanks) {
   options.parent[0] = -1;
   options.parent[1] = 0;
   options.planes = {0, 0};
-  Rank root(options);
+  JobRank root(options);
   UpMessage votes;
   KeyVotes& add = votes.keys.emplace_back();
   add.key = {kGlobalSet, OpKind::kAddSet, "0"};

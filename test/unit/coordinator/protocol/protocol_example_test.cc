@@ -5,13 +5,13 @@
 
 #include <algorithm>
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "coordinator/control/rendezvous.h"
-#include "coordinator/protocol/negotiation.h"
-#include "test/support/ignoring_listener.h"
+#include "test/support/negotiation_job.h"
 #include "test/support/page.h"
 
 namespace farandole {
@@ -88,25 +88,12 @@ std::string Text(const DownMessage& message) {
   return text;
 }
 
-/// One rank: keeps its messages until the job delivers them, and how its submissions ended.
-class ExampleRank final : public IgnoringListener {
+/// Remembers what runs.
+class ExampleRank final : public JobRank {
  public:
-  explicit ExampleRank(NegotiationOptions options) : negotiation(std::move(options), *this) {}
-
-  void SendUp(int parent, const UpMessage& message) override { up.emplace_back(parent, message); }
-  void SendDown(int child, const DownMessage& message) override {
-    down.emplace_back(child, message);
-  }
+  using JobRank::JobRank;
   void OnWork(const WorkDecision& work) override { running.push_back(work.number); }
-  void OnEnded(KeyId, const Status& status) override { ended.push_back(status); }
-  void OnJoinDone(int last_rank) override { last_joined = last_rank; }
-
-  Negotiation negotiation;
-  std::vector<std::pair<int, UpMessage>> up;
-  std::vector<std::pair<int, DownMessage>> down;
   std::vector<int64_t> running;
-  std::vector<Status> ended;
-  int last_joined = -1;
 };
 
 /// The four ranks of the example. Ranks 0 and 1 share a host, and ranks 2 and 3 another.
@@ -168,11 +155,11 @@ class ProtocolExample : public testing::Test {
     const auto add = [&](int to, const std::string& text) {
       lines += std::to_string(from) + " to " + std::to_string(to) + "  " + text + "\n";
     };
-    for (const auto& [to, message] : std::exchange(rank.up, {})) {
+    for (const auto& [to, message] : std::span(rank.up).first(std::exchange(rank.up_used, 0))) {
       add(to, Text(message));
       EXPECT_TRUE(At(to).negotiation.ReceiveUp(from, message).ok());
     }
-    for (const auto& [to, message] : std::exchange(rank.down, {})) {
+    for (const auto& [to, message] : std::span(rank.down).first(std::exchange(rank.down_used, 0))) {
       add(to, Text(message));
       EXPECT_TRUE(At(to).negotiation.ReceiveDown(from, message).ok());
     }

@@ -1,0 +1,410 @@
+#include "coordinator/job/generation.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cstdlib>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "coordinator/control/host_transport.h"
+#include "coordinator/job/world.h"
+#include "ops/cpu/kernels.h"
+#include "ops/gpu/nccl/backend.h"
+#include "ops/gpu/plane.h"
+#include "ops/hierarchical/plane.h"
+#include "ops/shm/plane.h"
+
+namespace farandole {
+
+namespace {
+
+// For the engine to end its step, after the others have left or the shutdown timeout, and to report
+// its peers of a final error, for which it takes up to a second.
+constexpr int64_t kStopTimeoutNs = 3 * kNsPerSecond;
+
+/// What libraries that compute with OpenMP use in each rank, as torch does; 1 where nobody says.
+int ComputeThreads(const Environment& environment) {
+  const auto found = environment.find("OMP_NUM_THREADS");
+  if (found == environment.end()) return 1;
+  int threads = 0;  // "4,2" is of nested regions
+  const std::string& text = found->second;
+  (void)std::from_chars(text.data(), text.data() + text.size(), threads);
+  return std::clamp(threads, 1, 1024);
+}
+
+EngineOptions MakeOptions(const Config& config, const Rendezvous& rendezvous,
+                          const HostGroup& shared, int rank, int size, int threads) {
+  EngineOptions options;
+  options.negotiation.rank = rank;
+  options.negotiation.size = size;
+  options.negotiation.parent = rendezvous.parent;
+  options.negotiation.planes = rendezvous.planes;
+  options.negotiation.fusion_threshold_bytes = config.fusion_threshold_bytes;
+  options.negotiation.cuda_fusion_threshold_bytes = config.cuda_fusion_threshold_bytes;
+  options.negotiation.window = static_cast<int>(config.window);
+  options.negotiation.max_ids = static_cast<uint32_t>(config.id_table_size);
+  options.negotiation.join_allreduce_only = config.join_allreduce_only;
+  options.negotiation.divergence_check = config.divergence_check;
+  if (!config.stall_check_disable) {
+    // No key is looked at before the age stall_ns, so it is the earlier one of the limits that are
+    // set.
+    const double warning_s = config.stall_warning_s;
+    const double shutdown_s = config.stall_shutdown_s;
+    const bool is_first = shutdown_s > 0 && (warning_s == 0 || shutdown_s < warning_s);
+    options.negotiation.stall_ns = ToNs(is_first ? shutdown_s : warning_s);
+    options.negotiation.stall_shutdown_ns = ToNs(shutdown_s);
+  } else {
+    options.negotiation.stall_ns = 0;
+  }
+  options.progress_timeout_ns = ToNs(config.plane_timeout_s);
+  options.cuda_progress_timeout_ns = ToNs(config.cuda_timeout_s);
+  options.shutdown_timeout_ns = ToNs(config.shutdown_timeout_s);
+  // A spinning caller would only keep the core from the rank it waits for. A launcher may have
+  // bound each rank to a core of its own.
+  const auto here = static_cast<int>(std::thread::hardware_concurrency());
+  const int cores = std::max(here, shared.cores);
+  if (rendezvous.local_size > cores) options.spin_ns = 0;
+  options.fills_cores = shared.memory != nullptr && rendezvous.local_size == size &&
+                        rendezvous.local_size * threads >= cores;
+  return options;
+}
+
+Lifecycle::Parting OfThisProcess(Lifecycle::Parting parting) {
+  parting.failure.host = HostName();
+  parting.failure.pid = getpid();
+  return parting;
+}
+
+// For its exit code to reach the others.
+constexpr int64_t kSayCodeNs = 100 * kNsPerMs;
+// For callbacks at the exit of the program.
+constexpr int64_t kLastCallsNs = kNsPerSecond;
+
+}  // namespace
+
+// Engine knows nothing of generations; a handle of one of its operations finds its generation here.
+struct Generation::OwnedEngine final : Engine {
+  OwnedEngine(Generation& owner, EngineOptions options, EngineParts parts)
+      : Engine(std::move(options), std::move(parts)), generation(owner) {}
+  Generation& generation;
+};
+
+Generation& Generation::Of(const Engine& engine) {
+  return static_cast<const OwnedEngine&>(engine).generation;
+}
+
+Engine& Generation::engine() { return *engine_; }
+const Engine& Generation::engine() const { return *engine_; }
+
+bool Generation::IsInCallback() const { return engine_ != nullptr && engine_->IsInCallback(); }
+
+Generation::~Generation() {
+  if (engine_ != nullptr) Close();
+  if (bootstrap_ != nullptr) bootstrap_->Abandon();
+}
+
+Result<bool> Generation::Joined(int64_t timeout_ns) {
+  if (engine_ != nullptr) return true;
+  Result<std::unique_ptr<Connections>> joined = bootstrap_->Joined(timeout_ns);
+  if (!joined.ok()) return joined.status();
+  if (joined.value() == nullptr) return false;
+  bootstrap_.reset();
+  StartEngine(std::move(joined).value(), World::Get().CountGeneration());
+  World::Get().List(this);
+  return true;
+}
+
+void Generation::AddRecorder() {
+  FlightRecorder::Options options;
+  options.rank = joined_->transport->rank();
+  options.size = joined_->transport->size();
+  options.folder = config_.flight_recorder_dir;
+  options.job = joined_->job_name;
+  options.host = HostName();
+  options.version = FARANDOLE_BUILD_ID;
+  if (const std::shared_ptr<HostMemory>& memory = joined_->shared.memory; memory != nullptr) {
+    options.rings = FlightsOf(*memory);
+    options.mine = static_cast<size_t>(std::ranges::find(memory->ranks(), options.rank) -
+                                       memory->ranks().begin());
+    options.memory = memory;
+  }
+  Result<std::unique_ptr<FlightRecorder>> made = FlightRecorder::Create(std::move(options));
+  if (made.ok()) {
+    recorder_ = std::move(made).value();
+  } else {
+    joined_->log->Write(LogLevel::kWarning, made.status().message());
+  }
+}
+
+// Nothing of a GPU is touched by this: the plane begins with its first batch.
+void Generation::AddGpuPlane() {
+  gpu_ = std::make_unique<RankDevice>([this] { return World::Get().Devices(config_); },
+                                      joined_->rendezvous.local_rank);
+  GpuPlaneOptions options;
+  options.device = gpu_.get();
+  options.host = joined_->host_plane.get();
+  options.nccl = MakeNcclProvider(config_.nccl_library, config_.share_gpu, config_.nccl_register);
+  options.counters = &joined_->counters;
+  options.log = joined_->log.get();
+  options.host_name = ThisHost();
+  options.share_gpu = config_.share_gpu;
+  options.wake = [this] { joined_->doorbell->Ring(); };
+  // After those of the hello: its position is the number that Agree gave it.
+  planes_.push_back(MakeGpuPlane(std::move(options)));
+}
+
+// The hierarchical plane has one number on all ranks, so it comes before the one that only those
+// have who share memory.
+void Generation::AddMemoryPlanes(NegotiationOptions& options) {
+  options.memory = joined_->shared.group;
+  options.hosts_plane = options.planes[static_cast<size_t>(DeviceKind::kCpu)];
+  std::unique_ptr<DataPlane> memory;
+  if (joined_->shared.memory != nullptr) {
+    memory = std::make_unique<SharedMemoryPlane>(joined_->shared.memory, joined_->transport->rank(),
+                                                 BestCpuKernels(), &joined_->counters);
+  }
+  if (joined_->cross_planes[0] != nullptr) {
+    std::vector<DataPlane*> cross;
+    for (const std::unique_ptr<DataPlane>& plane : joined_->cross_planes)
+      cross.push_back(plane.get());
+    DataPlane* const flat = planes_[options.hosts_plane].get();
+    options.hosts_plane = static_cast<uint8_t>(planes_.size());
+    planes_.push_back(std::make_unique<HierarchicalPlane>(
+        HierarchicalPlane::Options{joined_->shared.group, memory.get(), cross, flat},
+        BestCpuKernels()));
+  }
+  options.memory_plane = static_cast<uint8_t>(planes_.size());
+  if (memory != nullptr) planes_.push_back(std::move(memory));
+}
+
+void Generation::StartEngine(std::unique_ptr<Connections> joined, uint64_t number) {
+  number_ = number;
+  joined_ = std::move(joined);
+  planes_.push_back(std::move(joined_->flat));
+  const int rank = joined_->transport->rank();
+  const int size = joined_->transport->size();
+  timeline_ = std::make_unique<Timeline>(SteadyClock(), rank);
+  if (!config_.timeline.empty() && config_.timeline != "DYNAMIC") {
+    // The other ranks are in by now: training without a timeline is better than a rank less.
+    const Status started = timeline_->Start(config_.timeline, config_.timeline_marks);
+    if (!started.ok()) joined_->log->Write(LogLevel::kError, started.message());
+  }
+  AddRecorder();
+  AddGpuPlane();
+  EngineOptions options =
+      MakeOptions(config_, joined_->rendezvous, joined_->shared, rank, size, compute_threads_);
+  options.negotiation.in_order = in_order_;
+  AddMemoryPlanes(options.negotiation);
+  EngineParts parts;
+  parts.transport = joined_->transport.get();
+  for (const std::unique_ptr<DataPlane>& plane : planes_) parts.planes.push_back(plane.get());
+  parts.doorbell = joined_->doorbell.get();
+  parts.liveness = joined_->liveness.get();
+  parts.peers = joined_->peers.get();
+  parts.hub = joined_->hub.get();
+  parts.clock = &SteadyClock();
+  parts.counters = &joined_->counters;
+  parts.log = joined_->log.get();
+  parts.gpu = gpu_.get();
+  diagnosis_ = std::make_unique<Diagnosis>(
+      Diagnosis::Options{rank, config_.nan_check, parts.log, timeline_.get(), recorder_.get()});
+  diagnosis_->Observe(parts);
+  parts.memory = &joined_->memory;
+  engine_ = std::make_unique<OwnedEngine>(*this, std::move(options), parts);
+  wraps_ = std::make_unique<WrapComparison>(*engine_);
+}
+
+std::shared_ptr<std::byte> Generation::AllocateShared(int64_t bytes) {
+  const std::shared_ptr<SharedMemory>& memory = joined_->buffers;
+  if (memory == nullptr) return nullptr;
+  Result<std::shared_ptr<std::byte>> buffer = memory->Allocate(static_cast<size_t>(bytes));
+  if (buffer.ok()) return std::move(buffer).value();
+  joined_->log->Write(LogLevel::kWarning,
+                      "no shared memory for a buffer, whose tensors are copied to be "
+                      "reduced: " +
+                          buffer.status().message());
+  return nullptr;
+}
+
+Status Generation::JoinInProcess(std::shared_ptr<InProcessJob> job, int rank, uint64_t number) {
+  Result<std::unique_ptr<Connections>> joined = ConnectInProcess(std::move(job), rank, config_);
+  if (!joined.ok()) return joined.status();
+  StartEngine(std::move(joined).value(), number);
+  return {};
+}
+
+// A single rank never loads MPI, also if mpirun started it.
+Result<std::unique_ptr<Generation>> Generation::Begin(const InitOptions& init) {
+  const Environment environment = ReadEnvironment();
+  Result<Config> config = ParseConfig(environment);
+  if (!config.ok()) return config.status();
+  Result<Launcher> launcher = DetectLauncher(environment, init);
+  if (!launcher.ok()) return launcher.status();
+  std::unique_ptr<Generation> generation(new Generation());
+  generation->config_ = std::move(config).value();
+  const bool is_set = environment.contains("FARANDOLE_STALL_SHUTDOWN_S") ||
+                      environment.contains("FARANDOLE_STALL_SHUTDOWN_TIME_SECONDS");
+  if (!is_set) generation->config_.stall_shutdown_s = init.timeout_s;
+  generation->in_order_ = init.in_order;
+  generation->compute_threads_ = ComputeThreads(environment);
+  if (launcher.value().size == 1) {
+    FARANDOLE_RETURN_IF_ERROR(
+        generation->JoinInProcess(JobInProcess(1), 0, World::Get().CountGeneration()));
+    return generation;
+  }
+  Result<std::shared_ptr<Bootstrap>> begun =
+      Bootstrap::Begin(environment, generation->config_, launcher.value());
+  if (!begun.ok()) return begun.status();
+  generation->bootstrap_ = std::move(begun).value();
+  return generation;
+}
+
+Result<std::vector<std::unique_ptr<Generation>>> Generation::InProcess(int size) {
+  if (size < 1 || size > 1024) {
+    return InvalidArgument("size " + std::to_string(size) +
+                           " of an in-process job; expected 1 to 1024");
+  }
+  Result<Config> config = ParseConfig(ReadEnvironment());
+  if (!config.ok()) return config.status();
+  const std::shared_ptr<InProcessJob> job = JobInProcess(size);
+  const uint64_t number = World::Get().CountGeneration();  // of all of them
+  std::vector<std::unique_ptr<Generation>> generations;
+  for (int rank = 0; rank < size; ++rank) {
+    generations.emplace_back(new Generation());
+    generations.back()->config_ = config.value();
+  }
+  for (int rank = 0; rank < size; ++rank) {
+    FARANDOLE_RETURN_IF_ERROR(
+        generations[static_cast<size_t>(rank)]->JoinInProcess(job, rank, number));
+  }
+  return generations;
+}
+
+void Generation::CountWakeUps() {
+  // The doorbell's own count only grows. Under the mutex, so that two threads that read the
+  // counters do not both add the same difference.
+  std::lock_guard lock(wake_ups_);
+  const int64_t wakes = joined_->doorbell->wakes();
+  joined_->counters.AddShared(Counter::kWakeUps, wakes - wake_ups_counted_);
+  wake_ups_counted_ = wakes;
+}
+
+// The caller sleeps: were it to run the engine in its thread's place, it could be the one that is
+// stuck. The wait has no limit of its own: a rank that stopped earlier would end those still at
+// work. A peer's death, and the watchdog where this rank's engine is stuck, end the leave.
+bool Generation::LeaveAndStop(int64_t timeout_ns, Lifecycle::Parting parting) {
+  std::lock_guard lock(shutdown_);
+  if (down_) return true;
+  if (engine_ == nullptr) {
+    // There is no engine that could leave. Another thread may go on with the join from here.
+    if (bootstrap_ != nullptr) std::exchange(bootstrap_, nullptr)->Abandon();
+    return down_ = true;
+  }
+  leaving_ = engine_->Leave(OfThisProcess(std::move(parting)));
+  if (!leaving_->SleepUntilDoneFor(timeout_ns)) return false;
+  StopEngine();
+  return true;
+}
+
+// One thread may close the ranks of its process one after another: the first would wait for ever.
+void Generation::LeaveAndStop() {
+  const bool is_in_process = joined_ != nullptr && joined_->job != nullptr;
+  if (LeaveAndStop(is_in_process ? ToNs(config_.shutdown_timeout_s) : -1, {})) return;
+  std::lock_guard lock(shutdown_);
+  if (!down_) StopEngine();
+}
+
+// Not under the mutex, since a callback may ask for the shutdown, too. All works have ended when
+// the engine is down, so no callback comes to be due later.
+bool Generation::Shutdown(int64_t timeout_ns, Lifecycle::Parting parting) {
+  const int64_t until_ns = timeout_ns < 0 ? kNever : SteadyClock().NowNs() + timeout_ns;
+  if (!LeaveAndStop(timeout_ns, std::move(parting))) return false;
+  if (engine_ == nullptr || given_up()) return true;
+  const int64_t left_ns = std::max<int64_t>(until_ns - SteadyClock().NowNs(), 0);
+  return engine_->AwaitCallbacks(timeout_ns < 0 ? -1 : left_ns);
+}
+
+void Generation::Close() {
+  LeaveAndStop();
+  // One that is stuck in a library does not return; true: there is no limit.
+  if (engine_ != nullptr && !given_up()) (void)engine_->AwaitCallbacks(-1);
+}
+
+// A rank that ends well waits for the others. One that ends badly ends the job in any case. Another
+// thread may be inside Shutdown then, without a limit.
+void Generation::EndAtExit(int exit_code) {
+  if (recorder_ != nullptr) recorder_->FinishDumps();
+  if (exit_code == 0) {
+    LeaveAndStop();
+    (void)engine_->AwaitCallbacks(
+        kLastCallsNs);  // one that waits for ever must not hold up the exit
+  } else {
+    const std::unique_lock lock(shutdown_, std::try_to_lock);
+    if (!lock || leaving_ == nullptr) return;
+    if (!down_) {
+      const std::string code = "has exited with code " + std::to_string(exit_code);
+      const FailureFacts facts = {.cause = code, .kind = FailureKind::kExited, .number = exit_code};
+      leaving_ = engine_->Leave(OfThisProcess({true, facts}));
+      (void)leaving_->SleepUntilDoneFor(kSayCodeNs);
+      StopEngine();
+    }
+  }
+  if (shutdown_status_.ok()) return;
+  joined_->log->Write(LogLevel::kWarning, shutdown_status_.message());
+}
+
+Status Generation::shutdown_status() {
+  std::lock_guard lock(shutdown_);
+  return shutdown_status_;
+}
+
+// What has gone wrong in the end is told once: what a later call says of this generation is either
+// that, or that there is another one.
+Generation::Explained Generation::Explain(const Status& failure) {
+  const Lifecycle& lifecycle = engine_->lifecycle();
+  if (lifecycle.failed() && failure.code() == lifecycle.final_error().code()) has_told_.store(true);
+  const uint64_t ended_at = ended_at_.load();
+  const uint64_t now = World::Get().generations();
+  if (ended_at == 0 || now == ended_at || failure.code() == Code::kInvalidArgument)
+    return {failure, false};
+  return {Aborted("generation " + std::to_string(number_) + " of this process has ended (" +
+                  failure.message() + "), and init() has begun generation " + std::to_string(now) +
+                  ", which has operations, works, gradients and process sets of its own"),
+          true};
+}
+
+// Under shutdown_, once. In this order: whether all have left is asked before Stop fails what is
+// pending; the timeline takes spans until the engine thread has ended; the planes go last, since
+// the engine calls them.
+void Generation::StopEngine() {
+  World::Get().Unlist(this);
+  down_ = true;
+  shutdown_status_ = leaving_->done() ? leaving_->status()
+                                      : Timeout(
+                                            "shutdown: this rank ends before every rank has "
+                                            "shut down; ranks still at work may be ended now");
+  const bool clean = engine_->ShutDownCleanly();
+  given_up_ = !engine_->Stop(kStopTimeoutNs);
+  if (given_up_) {
+    World::Get().UnwaitedThreadBegins();  // for good
+    shutdown_status_ = engine_->lifecycle().final_error();
+  }
+  const Status traced = timeline_->Stop();
+  if (!traced.ok()) joined_->log->Write(LogLevel::kWarning, traced.message());
+  if (joined_->uses_mpi && !clean) World::Get().MpiGenerationFailed();
+  if (recorder_ != nullptr) recorder_->FinishDumps();
+  ended_at_.store(World::Get().generations());
+  if (given_up_) return;  // the stuck thread may still use all there is
+  // Planes over MPI stay after a failure, see Connections::Close; what knows shared memory alone
+  // goes, and with it the memory.
+  if (joined_->uses_mpi && !clean) {
+    if (joined_->shared.memory != nullptr) planes_.pop_back();
+    for (std::unique_ptr<DataPlane>& plane : planes_) (void)plane.release();
+    (void)gpu_.release();
+  }
+  planes_.clear();
+  joined_->Close(clean);
+}
+
+}  // namespace farandole

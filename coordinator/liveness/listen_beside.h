@@ -1,0 +1,24 @@
+// Bad news by TCP beside a network that carries the work, as MPI does, and may be stuck with it.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <string>
+
+#include "core/net/stream_hub.h"
+#include "core/transport.h"
+
+namespace farandole {
+
+/// Opens sockets on ranks that have neighbours on other hosts, tells these where they listen, and
+/// connects them. Collective over all ranks.
+/// @param elsewhere   This rank's neighbours on other hosts.
+/// @param options     Without a key, which rank 0 makes.
+/// @param interfaces  See TcpNetworkOptions.
+/// @return nullptr if there are no such neighbours; also, with a warning, where a rank can have no
+/// sockets; what Allgather returns.
+Result<std::shared_ptr<StreamHub>> ListenBeside(Transport& transport,
+                                                std::span<const int> elsewhere, HubOptions options,
+                                                const std::string& interfaces, int64_t timeout_ns);
+
+}  // namespace farandole
