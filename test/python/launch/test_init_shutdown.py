@@ -87,44 +87,25 @@ def test_ctrl_c_ends_init_and_the_process_can_exit():
     assert int(re.search(r"interrupted after (\d+) s", output)[1]) < 10, output
 
 
-def test_init_goes_on_after_ctrl_c_when_it_is_called_again():
+def test_init_and_shutdown_go_on_after_ctrl_c_when_they_are_called_again():
     told = run_mpi(
         2,
         script("""
-            if rank == 1:
-                time.sleep(1.5)
-            else:
-                interrupt_after(0.3)
-                try:
-                    fl.init()
-                except KeyboardInterrupt:
-                    tell(("interrupted", fl.is_initialized()))
-            fl.init()
-            tell(fl.allreduce(np.ones(1), op=fl.Sum).item())
+            for call in (fl.init, fl.shutdown):
+                if rank == 1:
+                    time.sleep(1.5)
+                else:
+                    interrupt_after(0.3)
+                    try:
+                        call()
+                    except KeyboardInterrupt:
+                        tell(("interrupted", fl.is_initialized()))
+                call()
+                fl.init()  # a second life, once the first has ended
+                tell(fl.allreduce(np.ones(1), op=fl.Sum).item())
         """),
     )
-    assert told == ["('interrupted', False)\n2.0", "2.0"]
-
-
-def test_shutdown_goes_on_after_ctrl_c_when_it_is_called_again():
-    told = run_mpi(
-        2,
-        script("""
-            fl.init()
-            if rank == 1:
-                time.sleep(1.5)
-            else:
-                interrupt_after(0.3)
-                try:
-                    fl.shutdown()
-                except KeyboardInterrupt:
-                    tell(("interrupted", fl.is_initialized()))
-            fl.shutdown()
-            fl.init()  # a second life, once the first has ended
-            tell(fl.allreduce(np.ones(1), op=fl.Sum).item())
-        """),
-    )
-    assert told == ["('interrupted', False)\n2.0", "2.0"]
+    assert told == ["('interrupted', False)\n2.0\n('interrupted', False)\n2.0", "2.0\n2.0"]
 
 
 def test_ctrl_c_ends_shutdown_every_time_and_the_process_can_exit():
@@ -176,25 +157,13 @@ def work_on(step=lambda: None):
 
 @on_both_launchers
 @pytest.mark.parametrize("end", ["sys.exit()", "fl.shutdown()"])
-def test_a_rank_that_ends_first_does_not_end_the_others(launcher, end):
+def test_a_rank_that_ends_first_does_not_end_the_others_and_their_process_set(launcher, end):
     text = f"""
         fl.init()
-        fl.allreduce(np.ones(1))
+        others = fl.add_process_set([0, 2])
         if rank == 1:
             {end}
         else:
-            work_on()
-    """
-    done = launch(launcher, 2, WORK_ON + textwrap.dedent(text), **SHORT)
-    assert done.returncode == 0 and "rank 0 is done" in done.stdout, done.stdout
-
-
-@on_both_launchers
-def test_a_process_set_works_on_without_a_rank_that_is_no_member(launcher):
-    text = """
-        fl.init()
-        others = fl.add_process_set([0, 2])
-        if rank != 1:
             work_on(lambda: fl.allreduce(np.ones(1), process_set=others))
     """
     done = launch(launcher, 3, WORK_ON + textwrap.dedent(text), **SHORT)
