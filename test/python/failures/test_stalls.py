@@ -110,6 +110,7 @@ STALLED_FOR_EVER = """
 errors = [None] * 3
 
 def body(rank):
+    fl.barrier()  # both wait for as long
     try:
         fl.allreduce(np.ones(2), name="other" if rank == 2 else "loss")
     except fl.HorovodInternalError as error:
