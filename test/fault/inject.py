@@ -87,8 +87,12 @@ def _raised(error: str) -> Fault:
 
 _STALLS = {"FARANDOLE_STALL_WARNING_S": "1", "FARANDOLE_STALL_SHUTDOWN_S": "3"}
 _DIVERGED = Fault(raises="all", kinds=("diverged",), says="loss", variables=_STALLS)
-_MISMATCH = Fault(raises="all", kinds=("mismatch",), says="", codes=(0,), per_job=20)
+_MISMATCH = Fault(raises="all", kinds=("mismatch",), says="", bound_s=0.1, codes=(0,), per_job=20)
+_ENDS_WELL = Fault(raises="none", bound_s=10.0, codes=(0,), length_s=0.5)
 
+#: How all ranks end, once they have worked.
+WELL = ("returns", "shutdown()", "exits", "works on alone", "works on alone, shutdown()", "work in flight",
+        "daemon waits")  # fmt: skip
 FAULTS: dict[str, Fault] = {
     "SIGKILL": _killed(signal.SIGKILL),
     "SIGSEGV": _killed(signal.SIGSEGV),
@@ -117,6 +121,7 @@ FAULTS: dict[str, Fault] = {
     "launcher SIGINT": Fault(raises="none", bound_s=5.0, codes=(130,)),
     "launcher SIGTERM": Fault(raises="none", bound_s=5.0, codes=(143,)),
     "fork": Fault(raises="none", bound_s=5.0, codes=(0,), length_s=1.0),
+    **dict.fromkeys(WELL, _ENDS_WELL),
 }
 GROUPS = pathlib.Path("/sys/fs/cgroup/memory")  # version 1
 if os.access(GROUPS / "cgroup.procs", os.W_OK):
@@ -200,10 +205,12 @@ class Job:
     def _spec(self) -> str:
         delays_s = [self.random.uniform(0.01, 0.3)] + [self.random.uniform(0, 0.05) for _ in range(self.count - 1)]
         from_within = self.fault.signal is None and not self.kind.startswith(("launcher", "disk", "pipe"))
+        from_within &= not self.fault.hosts and self.kind not in WELL
         length_s = sum(delays_s) + 0.5 if self.fault.per_job > 1 else self.fault.length_s
         return json.dumps({
             "folder": str(self.folder), "seed": self.seed, "rank": self.target,
-            "kinds": [self.kind] * self.count if from_within and not self.fault.hosts else [],
+            "kinds": [self.kind] * self.count if from_within else [],
+            "end": self.kind if self.kind in WELL else "returns",
             "delays_s": delays_s, "length_s": length_s, "line": "x" * 20_000 if "pipe" in self.kind else "",
         })  # fmt: skip
 
@@ -470,7 +477,8 @@ def _what_is_wrong(job: Job, rank: int, error: dict[str, Any]) -> str:
 
 def kinds_in_turn(launcher: str, faults: int, only: list[str]) -> list[tuple[str, int]]:
     """Jobs as (kind, faults of it), so that every kind has the same share."""
-    kinds = [kind for kind in only or FAULTS if kind not in WITHOUT[launcher]]
+    faults_alone = [kind for kind in FAULTS if kind not in WELL]
+    kinds = [kind for kind in only or faults_alone if kind not in WITHOUT[launcher]]
     jobs = []
     for number, kind in enumerate(kinds):
         share = faults // len(kinds) + (number < faults % len(kinds))

@@ -184,6 +184,41 @@ HAPPENINGS: dict[str, Callable[[], Any]] = {
 }
 
 
+def work_alone() -> None:
+    """Of rank 0, while the others have ended their work."""
+    end_s = time.monotonic() + ALONE_S * (fl.rank() == 0)
+    while time.monotonic() < end_s:
+        sum(range(10_000)), time.sleep(0.02)
+
+
+def leave_work_in_flight(folder: pathlib.Path) -> None:
+    """Of all ranks, when the first one leaves."""
+    for number in range(60):
+        IN_FLIGHT.append(fl.allreduce_async(np.ones(1 << 18), name=str(number)))
+    (folder / f"{fl.rank()}.submitted").touch()
+    while len(list(folder.glob("*.submitted"))) < fl.size():
+        pass
+
+
+def wait_in_a_daemon() -> None:
+    threading.Thread(target=fl.allreduce, args=[np.ones(1)], kwargs={"name": "never"}, daemon=True).start()
+    time.sleep(0.3)
+
+
+IN_FLIGHT: list[Any] = []
+ALONE_S = float(os.environ.get("FARANDOLE_TEST_EVALUATION_S", "8"))
+#: How ranks end after the loop.
+ENDS: dict[str, Callable[[pathlib.Path], Any]] = {
+    "returns": lambda _: None,
+    "shutdown()": lambda _: fl.shutdown(),
+    "exits": lambda _: sys.exit(0),
+    "works on alone": lambda _: work_alone(),
+    "works on alone, shutdown()": lambda _: (work_alone(), fl.shutdown()),
+    "work in flight": leave_work_in_flight,
+    "daemon waits": lambda _: wait_in_a_daemon(),
+}
+
+
 def main() -> None:
     spec = json.loads(sys.argv[1])
     if "oom kill" in spec["kinds"]:
@@ -192,6 +227,7 @@ def main() -> None:
     training = Training(spec)
     try:
         training.run()
+        ENDS[spec["end"]](pathlib.Path(spec["folder"]))
     except fl.HorovodInternalError as error:
         training.note_error(error)
         raise

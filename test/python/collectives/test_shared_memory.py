@@ -2,15 +2,11 @@
 
 import ast
 import os
-import sys
 import textwrap
 
 import pytest
 
-from ranks import REPOSITORY, mpirun, run_mpi, stopped_in_an_allreduce
-
-sys.path.append(str(REPOSITORY / "test" / "bench"))
-import kill_ranks
+from ranks import mpirun, run_mpi, stopped_in_an_allreduce
 
 pytestmark = pytest.mark.mpi
 
@@ -268,8 +264,3 @@ def test_who_is_stopped_is_waited_for_where_there_is_no_limit(tmp_path):
     tell([fl.allreduce(np.ones(1), op=fl.Sum).item() for _ in range(20_000)][-1])
     """
     assert run_mpi(2, script, FARANDOLE_LIVENESS_TIMEOUT_S="0") == ["2.0", "2.0"]
-
-
-@pytest.mark.once
-def test_killed_ranks_leave_nothing_behind(capsys):
-    assert kill_ranks.main(4, seed=os.getpid()) == 0, capsys.readouterr().out

@@ -92,9 +92,7 @@ def test_every_message_of_the_page_is_run_or_in_the_sources():
     others = re.findall(r"^```(\w*)\n(.*?)^```\n", SHOWN.sub("", PAGE), re.S | re.M)
     texts = [block for language, block in others if not language]
     assert [text.split()[0] for text in texts] == ["farandolerun"]  # a command
-    sources = " ".join(
-        path.read_text() for path in REPOSITORY.rglob("*.cc") if "build" not in path.parts
-    )
+    sources = " ".join(path.read_text() for path in REPOSITORY.rglob("*.cc") if "build" not in path.parts)
     for text in (
         "has submitted nothing yet",
         "go through host memory, which is slower than NCCL",

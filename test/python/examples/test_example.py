@@ -270,9 +270,7 @@ def test_ranks_over_tcp_train_the_weights_that_ranks_over_mpi_do(small_data, tmp
 
 @pytest.mark.mpi
 @pytest.mark.once
-def test_a_job_that_was_stopped_within_an_epoch_goes_on_bitwise_as_if_it_never_had(
-    small_data, tmp_path, uninterrupted
-):
+def test_a_job_that_was_stopped_within_an_epoch_goes_on_bitwise_as_if_it_never_had(small_data, tmp_path, uninterrupted):
     output, whole = uninterrupted
     assert digests(run_example(small_data, tmp_path, "--stop-after", "55")) == []
     stopped = checkpoint.load(tmp_path / "x.pt")

@@ -65,9 +65,7 @@ def test_the_recipe_trains_and_reports_each_epoch(recipe):
     epochs = [line for line in output.splitlines() if line.startswith("epoch=")]
     assert [line.split()[0] for line in epochs] == ["epoch=1", "epoch=2"]
     assert figure("train/loss", epochs[1]) < figure("train/loss", epochs[0])
-    assert figure("accuracy", output.splitlines()[-1]) == pytest.approx(
-        figure("test/accuracy", epochs[1]), abs=1e-3
-    )
+    assert figure("accuracy", output.splitlines()[-1]) == pytest.approx(figure("test/accuracy", epochs[1]), abs=1e-3)
     assert content["progress"]["epoch"] == 2
     assert content["progress"]["settings"]["compression"] == "fp16"
 

@@ -176,14 +176,3 @@ _FINE = {
 def test_ranks_that_can_go_on_do(case: str) -> None:
     ends = _run(3, _FINE[case])
     assert [end.raised for end in ends] == [None] * 3, ends
-
-
-def test_can_be_switched_off() -> None:
-    ends = _run(
-        2,
-        'reduce("a" if rank else "b")',
-        FARANDOLE_DIVERGENCE_CHECK="0",
-        FARANDOLE_STALL_WARNING_S="1",
-        FARANDOLE_STALL_SHUTDOWN_S="2",
-    )
-    assert ["FARANDOLE_STALL_SHUTDOWN_S" in end.text for end in ends] == [True] * 2, ends

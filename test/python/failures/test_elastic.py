@@ -53,9 +53,7 @@ def train_until(state, rank, end, fails_at=(), commits=True):
 
 def make_state(job, rank, **values):
     model = make_model(rank)
-    optimizer = job.wrap(
-        torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), model.named_parameters()
-    )
+    optimizer = job.wrap(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), model.named_parameters())
     return elastic.TorchState(model, optimizer, batch=0, **values)
 
 
@@ -133,9 +131,7 @@ def test_all_kinds_of_attributes_are_saved_restored_and_synchronized():
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (1 + rank))
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         sampler = elastic.ElasticSampler(range(10))
-        state = elastic.TorchState(
-            model, optimizer, scheduler=scheduler, sampler=sampler, epoch=rank, log=[rank]
-        )
+        state = elastic.TorchState(model, optimizer, scheduler=scheduler, sampler=sampler, epoch=rank, log=[rank])
         objects = state.model, state.optimizer, state.scheduler, state.sampler
 
         def snapshot():
@@ -201,9 +197,7 @@ def test_callbacks_run_after_each_restore_in_their_order():
                 told.append(("reset", self.step))
 
         state = Reset(step=0)
-        state.register_reset_callbacks(
-            [lambda name=name: told.append(name) for name in ("first", "second")]
-        )
+        state.register_reset_callbacks([lambda name=name: told.append(name) for name in ("first", "second")])
         state.register_reset_callbacks([lambda: told.append("third")])
 
         @elastic.run
@@ -476,30 +470,6 @@ def test_indices_that_are_not_the_next_ones_are_refused():
         assert sampler.processed_num == 4
 
     run_threads(2, body)
-
-
-def test_an_elastic_job_of_processes_trains_as_one_without_failures():
-    told = run_forked(
-        2,
-        """
-        import torch
-        import farandole.torch as fl
-        import test_elastic as test
-        from farandole.torch import elastic
-        from jobs import Job
-
-        fl.init()
-        torch.set_num_threads(1)
-        rank, job = fl.rank(), Job(2)
-        straight = test.train_until(test.make_synced(job, rank), rank, 6)
-        run = elastic.run(test.train_until)
-        recovered = run(test.make_state(job, rank), rank, 6, fails_at=[1, 4])
-        assert all(map(torch.equal, straight, recovered))
-        tell("equal")
-        """,
-    )
-    assert told == ["equal"] * 2
-
 
 
 #: Arguments: the folder of the store, this rank, the first job and the last. In each job of four ranks number 3 dies,

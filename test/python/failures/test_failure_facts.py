@@ -22,9 +22,7 @@ def caught(call, *arguments, **options):
     return type(raised.value), facts(raised.value)
 
 
-@pytest.mark.parametrize(
-    "kind", [fl.HorovodInternalError, fl.MismatchError, fl.PeerLostError, fl.AbortedError]
-)
+@pytest.mark.parametrize("kind", [fl.HorovodInternalError, fl.MismatchError, fl.PeerLostError, fl.AbortedError])
 def test_nothing_is_known_of_an_error_that_does_not_say_it(kind):
     assert facts(kind("why")) == ((), None, None)
 
@@ -43,10 +41,7 @@ def test_in_a_group_of_named_tensors_it_names_the_one_that_differs():
     def body(rank):
         mine = {"a": torch.ones(2), "b": torch.ones(2 + rank)}
         unnamed = [np.ones(2), np.ones(2 + rank)]
-        return (
-            caught(flt.broadcast_parameters, mine, 0)[1],
-            caught(fl.grouped_allreduce, unnamed, name="pair")[1],
-        )
+        return (caught(flt.broadcast_parameters, mine, 0)[1], caught(fl.grouped_allreduce, unnamed, name="pair")[1])
 
     assert run_threads(2, body) == [(((), None, "b"), ((), None, "1"))] * 2
 

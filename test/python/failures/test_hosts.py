@@ -103,47 +103,6 @@ def test_without_hosts_each_rank_sends_its_own(hosts):
     assert 1.9 <= sent <= 2.1 and 1.9 <= received <= 2.1
 
 
-#: Every collective of many sizes and dtypes; prints a digest of what is the same on all ranks.
-EVERYTHING = """
-import hashlib
-import numpy as np
-import farandole as fl
-
-fl.init()
-rank, size = fl.rank(), fl.size()
-rng = np.random.default_rng(rank)
-digest = hashlib.sha256()
-three = fl.add_process_set([0, 2, 3])
-across = fl.add_process_set([1, 2])
-for process_set in (fl.global_process_set, three, across):
-    if not process_set.included():
-        continue
-    for count in (1, 5_000, 1_000_003):
-        for dtype in ("f2", "f4", "f8", "i1", "i8"):
-            x = (rng.standard_normal(count) * 50).astype(dtype)
-            for op in (fl.Sum, fl.Average, fl.Min, fl.Product):
-                result = fl.allreduce(x, op=op, process_set=process_set)
-                if process_set is fl.global_process_set:
-                    digest.update(result)
-                if op == fl.Sum and dtype in ("i1", "i8"):
-                    parts = fl.allgather(x[None], process_set=process_set)
-                    assert np.array_equal(result, parts.sum(0, dtype=dtype))
-                if op == fl.Average and dtype == "f8":
-                    parts = fl.allgather(x[None], process_set=process_set)
-                    assert np.allclose(result, parts.mean(0), rtol=1e-12, atol=1e-12)
-            part = fl.reducescatter(x, op=fl.Sum, process_set=process_set)
-            assert part.dtype == x.dtype
-assert len(set(fl.allgather_object(digest.hexdigest()))) == 1
-print("done", flush=True)
-fl.shutdown()
-"""
-
-
-@pytest.mark.once
-def test_every_rank_gets_the_same_bits(hosts):
-    assert run_python(hosts, RANKS, EVERYTHING).count("done") == 2 * RANKS
-
-
 @pytest.mark.once
 def test_a_peer_that_stops_runs_into_the_deadline(hosts):
     script = stopped_in_an_allreduce(3)

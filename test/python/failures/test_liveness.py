@@ -10,14 +10,13 @@ import json
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 
 from hosts import FIRST_ADDRESS, TwoHosts
-from ranks import PYTHON_PATH, descendants, free_port
+from ranks import descendants, free_port
 
 pytestmark = [pytest.mark.mpi, pytest.mark.once]
 
@@ -115,42 +114,25 @@ def wait_until(is_so, timeout_s, what):
         time.sleep(0.01)
 
 
-def _start(command, variables):
-    environment = os.environ | variables | {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-
-
 class Job:
-    """A context: ranks that work, each a process; over TCP without a launcher, or over MPI under mpirun."""
+    """A context: ranks of two hosts that work; over TCP without a launcher, or under farandolerun, or mpirun."""
 
-    def __init__(self, folder, network, way="synchronize", hosts=None, size=RANKS, **variables):
+    def __init__(self, folder, network, hosts, way="synchronize", size=RANKS, **variables):
         self.folder, self.size = folder, size
         (folder / "log").touch()
         command = [sys.executable, "-c", RANK, str(folder), way]
         if network == "mpi":
             variables |= {"OMPI_MCA_orte_enable_recovery": "1"}
-            self._processes = [self._mpirun(hosts, command, variables)]
+            self._processes = [hosts.start(size // 2, command, **variables)]
         elif network == "farandolerun":
             self._processes = [hosts.farandolerun(size // 2, command, **variables)]
         else:
-            address = f"{FIRST_ADDRESS if hosts is not None else '127.0.0.1'}:{free_port()}"
-            variables |= {"FARANDOLE_SIZE": str(size), "FARANDOLE_ADDRESS": address}
-            self._processes = [self._rank(hosts, rank, command, variables) for rank in range(size)]
+            variables |= {"FARANDOLE_SIZE": str(size), "FARANDOLE_ADDRESS": f"{FIRST_ADDRESS}:{free_port()}"}
+            self._processes = [
+                hosts.start_rank(2 * rank // size, command, FARANDOLE_RANK=str(rank), **variables)
+                for rank in range(size)
+            ]
         self.pids = []
-
-    def _mpirun(self, hosts, command, variables):
-        if hosts is not None:
-            return hosts.start(self.size // 2, command, **variables)
-        variables = variables | {
-            "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_mpi_yield_when_idle": "1",
-        }  # fmt: skip
-        return _start(["mpirun", "--oversubscribe", "-np", str(self.size), *command], variables)
-
-    def _rank(self, hosts, rank, command, variables):
-        variables = variables | {"FARANDOLE_RANK": str(rank)}
-        if hosts is not None:
-            return hosts.start_rank(2 * rank // self.size, command, **variables)
-        return _start(command, variables)
 
     def __enter__(self):
         files = [self.folder / str(rank) for rank in range(self.size)]
@@ -238,11 +220,7 @@ def check_news(job, victim, bound_s, began_s, *words):
 
 
 @pytest.fixture
-def hosts(request, tmp_path):
-    """One host: None."""
-    if request.param == 1:
-        yield None
-        return
+def hosts(tmp_path):
     folder = tmp_path / "hosts"
     folder.mkdir()
     try:
@@ -252,34 +230,28 @@ def hosts(request, tmp_path):
         pytest.skip(str(error))
 
 
-two_hosts = pytest.mark.parametrize("hosts", [2], indirect=True)
 networks = pytest.mark.parametrize("network", ["tcp", "mpi"])
 
 
-@pytest.mark.parametrize(("hosts", "network", "victim"), [
-    (1, "tcp", 0), (1, "mpi", 0), (2, "tcp", 0), (2, "mpi", 0),
-    (1, "mpi", 1), (2, "tcp", 1), (2, "mpi", 2), (1, "tcp", 3), (2, "tcp", 3),
-], indirect=["hosts"])  # fmt: skip
+@pytest.mark.parametrize(("network", "victim"), [("tcp", 0), ("mpi", 0), ("tcp", 1), ("mpi", 2), ("tcp", 3)])
 def test_a_death_is_known_to_all(hosts, network, victim, tmp_path):
-    with Job(tmp_path, network, hosts=hosts) as job:
+    with Job(tmp_path, network, hosts) as job:
         began_s = time.monotonic()
         os.kill(job.pids[victim], signal.SIGKILL)
         check_news(job, victim, DEATH_S, began_s, *DEATHS)
 
 
-@two_hosts
 @pytest.mark.parametrize("way", ["backward", "c_call"])
 def test_a_death_is_known_wherever_a_rank_waits(hosts, way, tmp_path):
-    with Job(tmp_path, "tcp", way, hosts) as job:
+    with Job(tmp_path, "tcp", hosts, way) as job:
         began_s = time.monotonic()
         os.kill(job.pids[2], signal.SIGKILL)
         check_news(job, 2, DEATH_S, began_s, *DEATHS)
 
 
-@two_hosts
 @pytest.mark.parametrize(("network", "victim"), [("tcp", 0), ("mpi", 0), ("tcp", 2), ("mpi", 3)])
 def test_a_rank_that_is_stopped_is_known_to_all(hosts, network, victim, tmp_path):
-    with Job(tmp_path, network, hosts=hosts) as job:
+    with Job(tmp_path, network, hosts) as job:
         began_s = time.monotonic()
         os.kill(job.pids[victim], signal.SIGSTOP)
         check_news(job, victim, SILENCE_S, began_s, "stopped")
@@ -289,9 +261,8 @@ def test_a_rank_that_is_stopped_is_known_to_all(hosts, network, victim, tmp_path
 
 
 @networks
-@two_hosts
 def test_a_cut_link_is_known_on_both_sides(hosts, network, tmp_path):
-    with Job(tmp_path, network, hosts=hosts) as job:
+    with Job(tmp_path, network, hosts) as job:
         began_s = time.monotonic()
         hosts.cut()
         errors = job.errors_of(range(RANKS), SILENCE_S + 30)
@@ -304,9 +275,8 @@ def test_a_cut_link_is_known_on_both_sides(hosts, network, tmp_path):
 
 
 @networks
-@two_hosts
 def test_without_patience_a_stopped_rank_is_waited_for(hosts, network, tmp_path):
-    with Job(tmp_path, network, hosts=hosts, FARANDOLE_LIVENESS_TIMEOUT_S="0") as job:
+    with Job(tmp_path, network, hosts, FARANDOLE_LIVENESS_TIMEOUT_S="0") as job:
         os.kill(job.pids[2], signal.SIGSTOP)
         time.sleep(5)
         assert not job.errors()
@@ -315,9 +285,8 @@ def test_without_patience_a_stopped_rank_is_waited_for(hosts, network, tmp_path)
 
 
 @pytest.mark.parametrize("network", ["tcp", "mpi", "farandolerun"])
-@two_hosts
 def test_no_alarm_while_all_stand_still(hosts, network, tmp_path):
-    with Job(tmp_path, network, hosts=hosts) as job:
+    with Job(tmp_path, network, hosts) as job:
         with job.stopped():
             time.sleep(30 if IS_LONG else 6)
         job.expect_progress()
@@ -326,29 +295,26 @@ def test_no_alarm_while_all_stand_still(hosts, network, tmp_path):
 
 
 #: "gil": in C code with the interpreter's lock.
-@two_hosts
 @pytest.mark.parametrize(("way", "long_s"), [("gil", 20), ("import", 20), ("checkpoint", 60)])
 def test_no_alarm_but_the_stall_report_while_a_rank_is_away(hosts, way, long_s, tmp_path):
     away_s = long_s if IS_LONG else 6
-    with Job(tmp_path, "tcp", way, hosts, AWAY_S=str(away_s), FARANDOLE_STALL_WARNING_S="2") as job:
+    with Job(tmp_path, "tcp", hosts, way, AWAY_S=str(away_s), FARANDOLE_STALL_WARNING_S="2") as job:
         back = tmp_path / "back"
         wait_until(lambda: back.exists() or job.errors(), away_s + 30, job.said)
         job.expect_progress()
         assert "stalled for" in job.said()
 
 
-@two_hosts
 def test_no_alarm_while_a_debugger_stops_a_rank(hosts, tmp_path):
-    with Job(tmp_path, "tcp", hosts=hosts) as job:
+    with Job(tmp_path, "tcp", hosts) as job:
         with debugged(job.pids[1]):
             time.sleep(6)
             assert not job.errors(), job.errors()
         job.expect_progress()
 
 
-@two_hosts
 def test_no_alarm_with_many_ranks_on_few_cores(hosts, tmp_path):
-    with Job(tmp_path, "tcp", hosts=hosts, size=64 if IS_LONG else 16) as job:
+    with Job(tmp_path, "tcp", hosts, size=64 if IS_LONG else 16) as job:
         time.sleep(8)
         job.expect_progress()
 
@@ -388,7 +354,6 @@ time.sleep(60)  # the test ends it before
 """
 
 
-@two_hosts
 @pytest.mark.parametrize("stuck", ["0", "01"])
 @pytest.mark.skipif(not STUCK_MPI.exists(), reason=f"there is no {STUCK_MPI}")
 def test_the_error_of_a_stuck_engine_reaches_another_host_even_one_that_is_stuck(hosts, stuck, tmp_path):
@@ -406,17 +371,15 @@ def test_the_error_of_a_stuck_engine_reaches_another_host_even_one_that_is_stuck
         assert "rank 0: the engine has been inside one library call" in error.read_text().replace(" failed", "")
 
 
-@two_hosts
 def test_a_job_over_mpi_runs_without_the_sockets_that_nobody_reaches(hosts, tmp_path):
-    with Job(tmp_path, "mpi", hosts=hosts, FARANDOLE_INTERFACE="lo") as job:
+    with Job(tmp_path, "mpi", hosts, FARANDOLE_INTERFACE="lo") as job:
         job.expect_progress()
         wait_until(lambda: job.said().count("is not noticed") == 2, 30, job.said)
         time.sleep(3)
         job.expect_progress()
 
 
-@two_hosts
 def test_a_job_over_mpi_runs_without_sockets(hosts, tmp_path):
-    with Job(tmp_path, "mpi", hosts=hosts, FARANDOLE_INTERFACE="nowhere0") as job:
+    with Job(tmp_path, "mpi", hosts, FARANDOLE_INTERFACE="nowhere0") as job:
         job.expect_progress()
         assert job.said().count("ranks of other hosts are not watched") == 1, job.said()

@@ -85,43 +85,21 @@ if __name__ == "__main__":
 
 CHILD = '"import farandole as fl; fl.init(); print(fl.size(), flush=True)"'
 FREE = '{k: v for k, v in os.environ.items() if not k.startswith(("OMPI_COMM_", "PMIX_"))}'
-
-
-def test_a_program_that_joins_as_the_rank_that_started_it_is_refused(tmp_path):
-    output = run_job(
-        tmp_path,
-        f"""
-if __name__ == "__main__":
+#: What each rank does, and how many refusals there are, of both ranks together.
+PROGRAMS = {
+    "joins as the rank that started it": (f"""
     fl.init()
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", {CHILD}])
         assert done.returncode == 1, done.returncode
         fl.allreduce(np.ones(1))
-{EPILOGUE}""",
-    )
-    lines = refusals(output)
-    assert len(lines) == 4 and all("OMPI_COMM_WORLD_RANK" in line for line in lines), output
-
-
-def test_a_program_without_the_launchers_variables_is_a_job_of_its_own(tmp_path):
-    output = run_job(
-        tmp_path,
-        f"""
-if __name__ == "__main__":
+{EPILOGUE}""", 4),
+    "without the launcher's variables is a job of its own": (f"""
     fl.init()
-    environment = {FREE}
-    out = subprocess.run([sys.executable, "-c", {CHILD}], env=environment, stdout=subprocess.PIPE)
+    out = subprocess.run([sys.executable, "-c", {CHILD}], env={FREE}, stdout=subprocess.PIPE)
     assert (out.returncode, out.stdout) == (0, b"1\\n"), out
-{EPILOGUE}""",
-    )
-    assert not refusals(output)
-
-
-def test_a_job_that_a_rank_starts_by_a_launcher_of_its_own_works(tmp_path):
-    output = run_job(
-        tmp_path,
-        f"""
-if __name__ == "__main__":
+{EPILOGUE}""", 0),
+    "by a launcher of its own": (f"""
     fl.init()
     environment = {{k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))}}
     environment |= {{"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}}
@@ -130,33 +108,41 @@ if __name__ == "__main__":
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE)
         # mpirun may forward the line of one rank in the middle of the other's.
         assert (done.returncode, sorted(done.stdout)) == (0, sorted(b"2\\n2\\n")), done
-{EPILOGUE}""",
-    )
-    assert not refusals(output)
-
-
-def test_a_wrapper_that_does_not_join_starts_the_rank(tmp_path):
-    output = run_job(
-        tmp_path,
-        f"""
-if __name__ == "__main__":
-    subprocess.run([sys.executable, "-c", {CHILD}], check=True)
-""",
-    )
-    assert not refusals(output) and sorted(output) == sorted("2\n2\n"), output
-
-
-def test_the_process_of_a_rank_may_leave_and_join_again(tmp_path):
-    output = run_job(
-        tmp_path,
-        f"""
-if __name__ == "__main__":
+{EPILOGUE}""", 0),
+    "of a rank that leaves and joins again": (f"""
     fl.init()
     fl.shutdown()
     fl.init()
-{EPILOGUE}""",
-    )
-    assert not refusals(output)
+{EPILOGUE}""", 0),
+    "forked after shutdown": (f"""
+    fl.init()
+    fl.shutdown()
+    if os.fork() == 0:
+        try:
+            fl.init()
+        except fl.HorovodInternalError as error:
+            print(str(error) + "\\n", end="", flush=True)
+            os._exit(3)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 3
+    fl.init()
+{EPILOGUE}""", 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PROGRAMS)
+def test_a_program_that_a_rank_starts(tmp_path, case):
+    text, count = PROGRAMS[case]
+    output = run_job(tmp_path, f'if __name__ == "__main__":{text}')
+    lines = refusals(output)
+    assert len(lines) == count and all(f"rank {rank} went on" in output for rank in (0, 1)), output
+    if count == 4:
+        assert all("OMPI_COMM_WORLD_RANK" in line for line in lines), output
+
+
+def test_a_wrapper_that_does_not_join_starts_the_rank(tmp_path):
+    output = run_job(tmp_path, f"subprocess.run([sys.executable, '-c', {CHILD}], check=True)")
+    assert not refusals(output) and sorted(output) == sorted("2\n2\n"), output
 
 
 def test_children_of_a_single_process_may_use_it_alone(tmp_path):
@@ -225,33 +211,14 @@ if __name__ == "__main__":
     own = [fl.add_process_set([rank]) for rank in range(2)][fl.rank()]
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
+    handle = fl.allreduce_async(np.ones(3), name="before", op=fl.Sum)
     process = context.Process(target=child, args=(queue,))
     process.start()
     (said,) = queue.get()
     assert queue.get() == place()
     process.join()
+    assert fl.synchronize(handle).tolist() == [2.0] * 3
     assert "forked" in said and "'spawn'" not in said, said
 {EPILOGUE}""",
     )
     assert output.count("went on") == 2
-
-
-def test_a_child_forked_after_shutdown_is_refused(tmp_path):
-    output = run_job(
-        tmp_path,
-        f"""
-if __name__ == "__main__":
-    fl.init()
-    fl.shutdown()
-    if os.fork() == 0:
-        try:
-            fl.init()
-        except fl.HorovodInternalError as error:
-            print(str(error) + "\\n", end="", flush=True)
-            os._exit(3)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.wait()[1]) == 3
-    fl.init()
-{EPILOGUE}""",
-    )
-    assert len(refusals(output)) == 2

@@ -60,9 +60,7 @@ def test_torch_is_found_without_being_imported():
         "import sys; from farandole import doctor; found = doctor.find_torch();"
         "print(found.version, 'torch' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     torch = pytest.importorskip("torch")
     assert done.stdout.split() == [torch.__version__, "False"]
 
@@ -73,9 +71,7 @@ def test_what_is_missing_has_its_reason_and_one_command(monkeypatch):
 
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(mpirun, "find_pair", no_mpirun)
-    monkeypatch.setattr(
-        mpirun, "library_of_ranks", lambda *_: mpirun.Found(error="libmpi.so.40: not there")
-    )
+    monkeypatch.setattr(mpirun, "library_of_ranks", lambda *_: mpirun.Found(error="libmpi.so.40: not there"))
     monkeypatch.setattr(doctor, "load", lambda *_: {"error": "no such file"})
     monkeypatch.setattr(doctor, "_DRIVER", "/")
     missing = {finding.name: finding for finding in doctor.find_all({}) if finding.is_missing}
@@ -175,9 +171,7 @@ def test_the_real_plug_in_beside_the_library_is_asked_and_says_what_it_is():
 
 def test_a_file_that_is_no_library_is_an_error_and_no_more(tmp_path):
     (tmp_path / "libnccl.so.2").write_text("no library")
-    assert "libnccl.so.2" in str(
-        doctor.load("nccl", "libnccl.so", [str(tmp_path / "libnccl.so.2")])["error"]
-    )
+    assert "libnccl.so.2" in str(doctor.load("nccl", "libnccl.so", [str(tmp_path / "libnccl.so.2")])["error"])
 
 
 def test_the_text_gives_both_figures_with_their_units():

@@ -44,9 +44,7 @@ def test_the_exception_of_a_rank_is_raised_with_its_number():
 def test_of_the_same_error_on_all_ranks_the_first_ranks_is_raised():
     with pytest.raises(fl.MismatchError) as raised:
         fl.in_process(2).run(lambda: fl.allreduce(np.ones(1 + fl.rank()), name="x"))
-    assert getattr(raised.value, "__notes__", ["raised by rank 0 of 2"]) == [
-        "raised by rank 0 of 2"
-    ]
+    assert getattr(raised.value, "__notes__", ["raised by rank 0 of 2"]) == ["raised by rank 0 of 2"]
 
 
 def test_ranks_that_do_not_return_in_time_are_named():

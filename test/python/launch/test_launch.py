@@ -1,7 +1,7 @@
 """farandolerun runs jobs: lines, failures, signals. Most ranks are plain shells, which start quickly."""
 
+import contextlib
 import os
-import pathlib
 import pty
 import re
 import select
@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -20,27 +19,34 @@ pytestmark = [pytest.mark.mpi, pytest.mark.once]
 
 PYTHON = sys.executable
 # Nothing may come in from a rank that runs the tests, nor the permissions it gave to mpirun.
-CLEAN = {
-    name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_"))
-} | {"OMP_NUM_THREADS": "1"}  # else the launcher says how it sets them
+CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_"))} | {
+    "OMP_NUM_THREADS": "1"
+}  # else the launcher says how it sets them
 RANK = "${FARANDOLE_RANK:-$OMPI_COMM_WORLD_RANK}"  # with and without mpirun
 PRELUDE = "import os, sys, numpy as np, farandole as fl\nfl.init()\nfl.allreduce(np.ones(1))\n"
 
 
-def start(*arguments, **variables):
-    return subprocess.Popen(
-        [PYTHON, "-m", "farandole.runner", *map(str, arguments)], env=CLEAN | variables, cwd=THIS_DIR,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
+@contextlib.contextmanager
+def start(*arguments, before=(), **variables):
+    """A launcher that runs, and is killed at the end; ``before`` are words before it."""
+    job = subprocess.Popen(
+        [*before, PYTHON, "-m", "farandole.runner", *map(str, arguments)], env=CLEAN | variables, cwd=THIS_DIR,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
+    try:
+        yield job
+    finally:
+        job.kill()
+
+
+def wait_until_up(job):
+    """Both ranks have said so."""
+    assert [job.stdout.readline()[4:] for _ in range(2)] == ["up\n"] * 2
 
 
 def launch(*arguments, stdin="", **variables):
-    job = start(*arguments, **variables)
-    try:
+    with start(*arguments, **variables) as job:
         out, err = job.communicate(stdin, timeout=60)
-    finally:
-        job.kill()
     return subprocess.CompletedProcess(job.args, job.returncode, out, err)
 
 
@@ -48,11 +54,44 @@ def lines_of(text):
     return sorted(text.splitlines())
 
 
-def test_ranks_find_each_other_and_each_line_carries_its_rank():
-    done = launch("-np", 3, PYTHON, "-c", PRELUDE + "print(fl.rank(), fl.size())")
-    assert done.returncode == 0, done.stderr
-    assert lines_of(done.stdout) == ["[0] 0 3", "[1] 1 3", "[2] 2 3"]
-    assert done.stderr == ""
+CORES = len(os.sched_getaffinity(0))
+PATHS = os.pathsep.join(filter(None, ["/no/where", CLEAN.get("PYTHONPATH")]))
+SHOW_SETTINGS = "echo $FARANDOLE_FUSION_THRESHOLD $FARANDOLE_STALL_CHECK_DISABLE $HOROVOD_X $PYTHONPATH"
+#: Arguments, input and variables; the lines of both streams (None: any), and the exit code.
+JOBS = {
+    "ranks find each other, each line carries its rank": (
+        ["-np", 3, PYTHON, "-c", PRELUDE + "print(fl.rank(), fl.size())"], {},
+        ["[0] 0 3", "[1] 1 3", "[2] 2 3"], [], 0,
+    ),
+    "more ranks than cores": (
+        ["-np", 2 * CORES + 1, "sh", "-c", f"echo {RANK}"], {},
+        sorted(f"[{rank}] {rank}" for rank in range(2 * CORES + 1)), None, 0,
+    ),
+    "output keeps its stream, an unfinished line is finished": (
+        ["-np", 2, "sh", "-c", "echo out; printf err >&2"], {}, ["[0] out", "[1] out"], ["[0] err", "[1] err"], 0,
+    ),
+    "input goes to rank 0 and ends there": (["-np", 2, "cat"], {"stdin": "hello\n"}, ["[0] hello"], None, 0),
+    "more input than any buffer takes": (
+        ["-np", 2, PYTHON, "-S", "-c", "import sys; print(len(sys.stdin.read()))"], {"stdin": "x" * 2_000_000},
+        ["[0] 2000000", "[1] 0"], None, 0,
+    ),
+    "the code of a program that joins no job": (["-np", 2, "sh", "-c", f"exit $((7 * {RANK}))"], {}, [], None, 7),
+    "settings and paths reach the ranks": (
+        ["--fusion-threshold-mb", "0.5", "--no-stall-check", "-H", "localhost:1", "sh", "-c", SHOW_SETTINGS],
+        {"HOROVOD_X": "a b", "PYTHONPATH": PATHS}, [f"[0] 524288 1 a b {PATHS}"], None, 0,
+    ),
+    "flags that mean nothing are said": (["-np", 2, "--cycle-time-ms", "5", "true"], {}, [], [
+        "farandolerun: --cycle-time-ms means nothing here: there is no cycle; a tensor is sent when all ranks are ready"
+    ], 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", JOBS)
+def test_what_a_job_prints(case):
+    arguments, given, out, err, code = JOBS[case]
+    done = launch(*arguments, **given)
+    assert (done.returncode, lines_of(done.stdout)) == (code, out), done.stderr
+    assert err is None or lines_of(done.stderr) == err
 
 
 @pytest.mark.parametrize(("script", "count"), [("", 1), ("import farandole; farandole.init()", 0)])
@@ -68,18 +107,9 @@ def test_a_job_needs_nothing_of_its_environment(path):
     if "PYTHONPATH" in CLEAN:  # where this Python finds Farandole
         environment["PYTHONPATH"] = CLEAN["PYTHONPATH"]
     command = [PYTHON, "-m", "farandole.runner", "-np", "2", PYTHON, "-c", PRELUDE + "print(fl.size())"]
-    done = subprocess.run(
-        command, env=environment, cwd=THIS_DIR, capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run(command, env=environment, cwd=THIS_DIR, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert lines_of(done.stdout) == ["[0] 2", "[1] 2"]
-
-
-def test_more_ranks_than_cores_run():
-    count = 2 * len(os.sched_getaffinity(0)) + 1
-    done = launch("-np", count, "sh", "-c", f"echo {RANK}")
-    assert done.returncode == 0, done.stderr
-    assert lines_of(done.stdout) == sorted(f"[{rank}] {rank}" for rank in range(count))
 
 
 def test_long_lines_of_many_ranks_do_not_mix():
@@ -90,22 +120,12 @@ def test_long_lines_of_many_ranks_do_not_mix():
     assert len(lines) == 600 and all(pattern.fullmatch(line) for line in lines)
 
 
-def test_output_keeps_its_stream_and_an_unfinished_line_is_finished():
-    done = launch("-np", 2, "sh", "-c", "echo out; printf err >&2")
-    assert lines_of(done.stdout) == ["[0] out", "[1] out"]
-    assert lines_of(done.stderr) == ["[0] err", "[1] err"]
-
-
 def test_output_files_hold_what_each_rank_wrote(tmp_path):
     folder = tmp_path / "a" / "b"
     script = f"echo out {RANK}; echo err {RANK} >&2"
     assert launch("-np", 2, "--output-filename", folder, "sh", "-c", script).returncode == 0
     written = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("std*")}
-    assert written == {
-        f"rank.{rank}/std{stream}": f"{stream} {rank}\n"
-        for rank in (0, 1)
-        for stream in ("out", "err")
-    }
+    assert written == {f"rank.{rank}/std{stream}": f"{stream} {rank}\n" for rank in (0, 1) for stream in ("out", "err")}
 
 
 @pytest.mark.parametrize("ranks, size", [(2, 1_000_000), (1, 5_000_000)])  # of one rank nothing can come between
@@ -117,25 +137,19 @@ def test_a_line_longer_than_any_buffer_stays_whole(ranks, size):
 
 def test_a_line_without_an_end_is_shown_while_it_grows():
     script = "import sys; sys.stdout.write('x' * 3_000_000); sys.stdout.flush(); print(sys.stdin.readline(), end='')"
-    job = start("-np", 1, PYTHON, "-S", "-c", script)
-    try:
+    with start("-np", 1, PYTHON, "-S", "-c", script) as job:
         assert len(job.stdout.read(2_000_000)) == 2_000_000
         out, _ = job.communicate("end\n", timeout=60)
-    finally:
-        job.kill()
     assert (job.returncode, out.strip("x")) == (0, "end\n")
 
 
 def test_stderr_comes_while_a_rank_handles_an_exception():
     """The job goes on after a traceback; its next lines come before the job ends."""
     script = "echo 'Traceback (most recent call last)' >&2; echo next >&2; read line; echo $line >&2"
-    job = start("-np", 1, "sh", "-c", script)
-    try:
+    with start("-np", 1, "sh", "-c", script) as job:
         assert job.stderr.readline() == "[0] Traceback (most recent call last)\n"
         assert job.stderr.readline() == "[0] next\n"
         _, err = job.communicate("read\n", timeout=60)
-    finally:
-        job.kill()
     assert (job.returncode, err) == (0, "[0] read\n")
 
 
@@ -154,17 +168,6 @@ for _ in range(2): fl.allreduce(np.ones(1))
     assert done.returncode == 1, done.stderr
     assert "farandolerun: rank 1 failed first: it ended with exit code 0 " in done.stderr, done.stderr
     assert "rank 0 failed" not in done.stderr and "rank 2 failed" not in done.stderr
-
-
-def test_standard_input_goes_to_rank_0_and_ends_there():
-    assert launch("-np", 2, "cat", stdin="hello\n").stdout == "[0] hello\n"
-
-
-def test_more_input_than_any_buffer_takes_goes_to_rank_0():
-    count = 2_000_000
-    script = "import sys; print(len(sys.stdin.read()))"
-    done = launch("-np", 2, PYTHON, "-S", "-c", script, stdin="x" * count)
-    assert lines_of(done.stdout) == [f"[0] {count}", "[1] 0"]
 
 
 def test_a_debugger_on_rank_0_can_be_used_from_a_terminal():
@@ -198,24 +201,12 @@ def test_a_file_is_read_from_where_it_stands(tmp_path):
     (tmp_path / "lines").write_text("one\ntwo\n")
     script = "read line; exec " + shlex.join([PYTHON, "-m", "farandole.runner", "-np", "2", "cat"])
     with (tmp_path / "lines").open() as file:
-        done = subprocess.run(
-            ["sh", "-c", script], stdin=file, env=CLEAN, capture_output=True, timeout=60, check=True
-        )
+        done = subprocess.run(["sh", "-c", script], stdin=file, env=CLEAN, capture_output=True, timeout=60, check=True)
     assert done.stdout == b"[0] two\n"
 
 
-def test_settings_and_paths_reach_the_ranks():
-    script = "echo $FARANDOLE_FUSION_THRESHOLD $FARANDOLE_STALL_CHECK_DISABLE $HOROVOD_X $PYTHONPATH"
-    flags = ["--fusion-threshold-mb", "0.5", "--no-stall-check", "-H", "localhost:1"]
-    path = os.pathsep.join(filter(None, ["/no/where", CLEAN.get("PYTHONPATH")]))
-    done = launch(*flags, "sh", "-c", script, HOROVOD_X="a b", PYTHONPATH=path)
-    assert done.stdout == f"[0] 524288 1 a b {path}\n"
-
-
 def test_the_first_failing_ranks_traceback_can_be_read_in_one_piece():
-    broken = (
-        PRELUDE + "if fl.rank() == 1: raise KeyError('broken')\nfl.allreduce(np.ones(1), name='x')"
-    )
+    broken = PRELUDE + "if fl.rank() == 1: raise KeyError('broken')\nfl.allreduce(np.ones(1), name='x')"
     done = launch("-np", 3, PYTHON, "-c", broken)
     lines = done.stderr.splitlines()
     assert done.returncode == 1
@@ -230,24 +221,19 @@ def test_the_first_failing_ranks_traceback_can_be_read_in_one_piece():
     assert not any(line.startswith("[mpirun]") for line in lines)
 
 
-def test_a_rank_that_leaves_with_a_code_is_blamed_and_not_those_it_left():
-    leaving = PRELUDE + "if fl.rank() == 1: sys.exit(3)\nfl.allreduce(np.ones(1), name='x')"
-    done = launch("-np", 2, PYTHON, "-c", leaving)
-    assert done.returncode == 3, done.stderr
-    assert "farandolerun: rank 1 failed first, with exit code 3; pid " in done.stderr
-    assert re.search(r"\[0\] farandole.exceptions.AbortedError: .*rank 1 .* has exited with code 3\n", done.stderr)
-
-
 @pytest.mark.parametrize(
     ("end", "code", "said"),
     [
         ("os.kill(os.getpid(), 9)", 137, ", ended by SIGKILL (exit code 137); pid "),
         ("os._exit(7)", 7, ", with exit code 7; pid "),
+        ("sys.exit(3)", 3, ", with exit code 3; pid "),
         ("os.kill(os.getpid(), signal.SIGSTOP)", 1, ": it is stopped (SIGSTOP or Ctrl-Z); it has not run for "),
     ],
 )
 def test_how_a_rank_ends_is_said_with_what_the_others_know_of_it(end, code, said):
-    script = PRELUDE + f"""
+    script = (
+        PRELUDE
+        + f"""
 import os, signal
 if fl.rank() == 1:
     fl.allreduce(np.ones(1), name="x")
@@ -255,6 +241,7 @@ if fl.rank() == 1:
 while True:
     fl.allreduce(np.ones(1), name="x")
 """
+    )
     done = launch("-np", 3, PYTHON, "-c", script)
     assert done.returncode == code
     verdicts = [line for line in done.stderr.splitlines() if line.startswith("farandolerun: rank ")]
@@ -263,7 +250,9 @@ while True:
 
 
 def test_programs_that_show_their_own_errors_are_told_apart_by_what_the_engine_said():
-    script = PRELUDE + """
+    script = (
+        PRELUDE
+        + """
 import traceback
 try:
     if fl.rank() == 1: raise KeyError("broken")
@@ -272,6 +261,7 @@ except Exception:
     traceback.print_exc()
     sys.exit(1)
 """
+    )
     done = launch("-np", 3, PYTHON, "-c", script)
     assert done.returncode == 1
     assert "farandolerun: rank 1 failed first, with exit code 1; pid " in done.stderr, done.stderr
@@ -283,7 +273,9 @@ except Exception:
 @pytest.mark.parametrize(("code", "said"), [(0, ""), (3, "farandolerun: rank 0 failed first, with exit code 3\n")])
 def test_an_error_that_every_rank_has_handled_is_not_told(code, said, before_end):
     """Nor is it the reason of a later end, also of a rank that all others have left by then."""
-    script = PRELUDE + f"""
+    script = (
+        PRELUDE
+        + f"""
 rank = fl.rank()
 try:
     fl.allgather_object((i for i in "ab") if rank == 1 else 5)
@@ -292,6 +284,7 @@ except Exception:
     {before_end}
     sys.exit({code} if rank == 0 else 0)
 """
+    )
     done = launch("-np", 2, PYTHON, "-c", script)
     assert (done.returncode, done.stderr) == (code, said)
 
@@ -305,86 +298,20 @@ def test_who_cannot_reach_rank_0_is_told_from_those_that_wait_for_it():
     assert last.endswith("; exit code 1") and done.returncode == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL, signal.SIGTERM])
-def test_death_by_a_signal_is_128_and_its_number(number):
-    script = f"if [ {RANK} = 1 ]; then kill -{int(number)} $$; else exec sleep 60; fi"
-    done = launch("-np", 2, "sh", "-c", script)
-    assert done.returncode == 128 + number
-    assert f"rank 1 failed first, ended by {number.name} (exit code {128 + number})" in done.stderr
-
-
-def test_a_program_that_is_no_mpi_program_has_its_code_passed_on():
-    assert launch("-np", 2, "sh", "-c", f"exit $((7 * {RANK}))").returncode == 7
-
-
-def running(mark):
-    """Processes whose command line ends with ``mark``."""
-    found = []
-    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if path.read_bytes().rstrip(b"\0").endswith(mark.encode()):
-                found.append(path.parent.name)
-        except OSError:
-            pass  # it has just ended
-    return found
-
-
-def wait_until(condition, timeout_s=30):
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not come about"
-        time.sleep(0.02)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_and_sigterm_end_all_ranks(number):
-    mark = f"{3600 + number}.{os.getpid()}"
-    job = start("-np", 2, "sh", "-c", f"echo up; sleep {mark}")
-    try:
-        assert [job.stdout.readline()[4:] for _ in range(2)] == ["up\n"] * 2
-        os.killpg(job.pid, number)  # as a terminal does
-        _, err = job.communicate(timeout=60)
-    finally:
-        job.kill()
-    assert job.returncode == 128 + number
-    assert err == f"farandolerun: {number.name}: ending all ranks\n"
-    wait_until(lambda: not running(mark))
-
-
 def test_a_hangup_does_not_end_a_job_under_nohup():
-    command = ["nohup", PYTHON, "-m", "farandole.runner", "-np", "2", "sh", "-c",
-               "echo up; read line && echo $line; true"]  # fmt: skip
-    job = subprocess.Popen(
-        command, env=CLEAN, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        assert [job.stdout.readline()[4:] for _ in range(2)] == ["up\n"] * 2
+    script = "echo up; read line && echo $line; true"
+    with start("-np", 2, "sh", "-c", script, before=["nohup"]) as job:
+        wait_until_up(job)
         job.send_signal(signal.SIGHUP)
         out, _ = job.communicate("on\n", timeout=60)
-    finally:
-        job.kill()
     assert job.returncode == 0 and "[0] on\n" in out
 
 
-def test_ranks_end_with_a_launcher_that_was_killed():
-    mark = f"3601.{os.getpid()}"
-    job = start("-np", 2, "sh", "-c", f"echo up; sleep {mark}")
-    try:
-        assert [job.stdout.readline()[4:] for _ in range(2)] == ["up\n"] * 2
-    finally:
-        job.kill()
-        job.communicate(timeout=60)
-    wait_until(lambda: not running(mark))
-
-
 def test_a_reader_that_goes_away_ends_the_job():
-    job = start("-np", 2, "sh", "-c", "while :; do echo x; done")
-    job.stdout.readline()
-    job.stdout.close()
-    try:
+    with start("-np", 2, "sh", "-c", "while :; do echo x; done") as job:
+        job.stdout.readline()
+        job.stdout.close()
         assert job.wait(timeout=60) == 128 + signal.SIGPIPE
-    finally:
-        job.kill()
     assert job.stderr.read() == "farandolerun: stdout cannot be written any more: its reader has gone\n"
 
 
@@ -394,15 +321,6 @@ def test_a_full_disk_is_one_message_and_exit_code_1(tmp_path):
         done = subprocess.run(command, env=CLEAN, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.stderr == "farandolerun: stdout cannot be written any more: No space left on device\n"
     assert done.returncode == 1
-
-
-def test_flags_that_mean_nothing_are_said_and_the_job_runs():
-    done = launch("-np", 2, "--cycle-time-ms", "5", "true")
-    assert done.returncode == 0
-    assert done.stderr.splitlines() == [
-        "farandolerun: --cycle-time-ms means nothing here: there is no cycle; a tensor is sent when all "
-        "ranks are ready",
-    ]
 
 
 def test_threads_are_set_and_said_once():

@@ -14,7 +14,7 @@ from farandole.runner import mpirun
 from farandole.runner.mpirun import UsageError
 from ranks import THIS_DIR
 from strangers import Strangers
-from test_launch import CLEAN, PRELUDE, PYTHON, RANK, launch, lines_of, start
+from test_launch import CLEAN, PRELUDE, PYTHON, RANK, launch, lines_of, start, wait_until_up
 
 pytestmark = pytest.mark.mpi
 
@@ -88,8 +88,7 @@ def test_an_mpirun_whose_library_cannot_be_loaded_is_said_to_differ(machine):
     folder, _ = machine
     path = make_mpirun(folder / "sys", "mpirun (Open MPI) 5.0.11")
     assert mpirun.find_pair(environment_of(folder / "sys")).differ == (
-        f"mpirun is Open MPI 5.0.11 ({path}), "
-        "but the ranks load Open MPI 4.1.4 (/no/such/prefix/lib/libmpi.so.40)"
+        f"mpirun is Open MPI 5.0.11 ({path}), but the ranks load Open MPI 4.1.4 (/no/such/prefix/lib/libmpi.so.40)"
     )
 
 
@@ -107,19 +106,14 @@ def test_a_library_that_was_named_is_kept_and_brings_its_mpirun(machine):
 
 def test_a_named_library_that_cannot_be_loaded_is_refused(machine):
     folder, _ = machine
-    with pytest.raises(
-        UsageError, match='FARANDOLE_MPI_LIBRARY="/x" cannot be loaded: no such file'
-    ):
+    with pytest.raises(UsageError, match='FARANDOLE_MPI_LIBRARY="/x" cannot be loaded: no such file'):
         mpirun.find_pair(environment_of(folder) | {"FARANDOLE_MPI_LIBRARY": "/x"})
 
 
 def test_another_mpis_mpirun_is_no_mpirun(machine):
     folder, _ = machine
     path = make_mpirun(folder / "sys", "HYDRA build details")
-    with pytest.raises(
-        UsageError,
-        match=f"no mpirun of Open MPI was found .{path} is another MPI's.; install one: ",
-    ):
+    with pytest.raises(UsageError, match=f"no mpirun of Open MPI was found .{path} is another MPI's.; install one: "):
         mpirun.find_pair(environment_of(folder / "sys"))
 
 
@@ -135,9 +129,7 @@ def test_this_machines_ranks_load_the_libmpi_that_is_named_here():
     pair = mpirun.find_pair(os.environ)
     assert pair.differ == ""
     script = "import farandole, numpy; farandole.init(); print(open('/proc/self/maps').read())"
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("OMPI_")
-    }
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OMPI_")}
     done = subprocess.run(
         [sys.executable, "-m", "farandole.runner", "--mpi", "-np", "2", sys.executable, "-c", script],
         capture_output=True, text=True, timeout=60, env=environment,
@@ -151,7 +143,9 @@ def test_this_machines_ranks_load_the_libmpi_that_is_named_here():
 
 @pytest.mark.parametrize("flags", [[], ["--mpi"], ["--mpi", "--tcp"]])
 def test_ranks_of_one_host_listen_on_no_network(flags):
-    script = PRELUDE + """
+    script = (
+        PRELUDE
+        + """
 files = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
 mine = {os.readlink(file) for file in files if os.path.islink(file)}  # one was that of listdir
 for table in ("tcp", "tcp6"):
@@ -161,16 +155,14 @@ for table in ("tcp", "tcp6"):
             print("listens on", local)
 print("done")
 """
+    )
     done = launch("-np", 2, *flags, PYTHON, "-c", script)
     assert lines_of(done.stdout) == ["[0] done", "[1] done"], done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
     ("limit", "ranks", "message"),
-    [
-        (40, 2, ""),
-        (48, 8, 'farandolerun: "ulimit -n" allows 48 open files, but 8 ranks need 58 here\n'),
-    ],
+    [(40, 2, ""), (48, 8, 'farandolerun: "ulimit -n" allows 48 open files, but 8 ranks need 58 here\n')],
 )
 def test_too_few_open_files_are_reported_at_once(limit, ranks, message):
     command = [PYTHON, "-m", "farandole.runner", "--start-timeout", "600", "--mpi", "-np", str(ranks), "echo", "up"]
@@ -186,37 +178,34 @@ def test_too_few_open_files_are_reported_at_once(limit, ranks, message):
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
 def test_the_signals_of_a_user_reach_all_ranks(network, number):
     script = f"trap 'echo got it; exit 0' {number.name[3:]}; echo up; while sleep 0.1; do :; done"
-    job = start("-np", 2, network, "sh", "-c", script)
-    try:
-        assert [job.stdout.readline()[4:] for _ in range(2)] == ["up\n"] * 2
+    with start("-np", 2, network, "sh", "-c", script) as job:
+        wait_until_up(job)
         job.send_signal(number)
         out, err = job.communicate(timeout=60)
-    finally:
-        job.kill()
     assert (lines_of(out), err, job.returncode) == (["[0] got it", "[1] got it"], "", 0)
 
 
 @pytest.mark.parametrize("network", ["--gloo", "--mpi"])
 def test_a_second_ctrl_c_leaves_no_files_of_the_job_and_those_of_others(tmp_path, network):
     """mpirun is killed then, and removes neither its own files nor the ranks' shared memory."""
-    script = PRELUDE + """
+    script = (
+        PRELUDE
+        + """
 import signal, sys
 for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)
 maps = {line.split()[-1] for line in open("/proc/self/maps") if "segment" in line}
 print(os.environ["TMPDIR"], *[path for path in maps if path.startswith("/dev/shm/")], flush=True)
 signal.pause()
 """
+    )
     neighbours = tmp_path / f"ompi.{socket.gethostname()}.0" / "pid.1"
     neighbours.mkdir(parents=True)
-    job = start("-np", 2, network, PYTHON, "-c", script, TMPDIR=str(tmp_path))
-    try:
+    with start("-np", 2, network, PYTHON, "-c", script, TMPDIR=str(tmp_path)) as job:
         told = [job.stdout.readline().split()[1:] for _ in range(2)]
         os.killpg(job.pid, signal.SIGINT)
         assert job.stderr.readline() == "farandolerun: SIGINT: ending all ranks\n"
         os.killpg(job.pid, signal.SIGINT)
         job.communicate(timeout=60)
-    finally:
-        job.kill()
     assert job.returncode == 128 + signal.SIGINT
     segments = {segment for _, *of_rank in told for segment in of_rank}
     assert {folder for folder, *_ in told} == {str(tmp_path)} and (segments or network == "--gloo")
@@ -285,8 +274,7 @@ def test_strangers_at_the_launchers_port_delay_neither_start_nor_end(tmp_path, c
     wait = f"while [ -e {tmp_path}/wait ]; do sleep 0.1; done"
     agent = remote_shell(tmp_path, f'{wait}; shift; exec sh -c "$*"')
     timeout_s = 60 if comes else 5
-    job = start("-H", "far:2", "--start-timeout", timeout_s, "--mpi-args", agent, "sh", "-c", f"echo {RANK}")
-    try:
+    with start("-H", "far:2", "--start-timeout", timeout_s, "--mpi-args", agent, "sh", "-c", f"echo {RANK}") as job:
         while (port := port_of(job)) is None:
             assert job.poll() is None
         with Strangers(f"127.0.0.1:{port}", 10_000) as strangers:
@@ -295,8 +283,6 @@ def test_strangers_at_the_launchers_port_delay_neither_start_nor_end(tmp_path, c
                 (tmp_path / "wait").unlink()
             out, err = job.communicate(timeout=60)
             strangers.wait_until_all_are_dropped()
-    finally:
-        job.kill()
     assert (lines_of(out), job.returncode) == ((["[0] 0", "[1] 1"], 0) if comes else ([], 1)), err
     if not comes:
         said = next(line for line in err.splitlines() if "2 of 2 ranks did not start within 5 s" in line)

@@ -86,14 +86,6 @@ def test_the_earliest_error_is_blamed_whoever_ends_first_and_shown_below(play, o
     assert play.failure.error_text == "".join(text + "\n" for text in ERROR)
 
 
-def test_an_error_that_stands_first_is_not_repeated(play):
-    play.fails(1, ERROR, 1.0)
-    play.fails(0, ABORTED, 1.1)
-    play.ends(1, 1, 1.2)
-    play.failure.tick(1.2 + REPORT_AFTER_S)
-    assert play.shown[-1] == "farandolerun: rank 1 failed first, with exit code 1"
-
-
 @pytest.mark.parametrize("is_heard_first", [True, False])
 def test_what_the_first_error_knows_is_said_at_once_above_the_tracebacks(play, is_heard_first):
     cause = "rank 1 (pid 77 on host a) was killed by signal 9 (Killed)"
@@ -173,37 +165,68 @@ def test_a_consequence_is_never_first_if_another_fails_by_itself(play, is_uncaug
     assert play.failure.finish() == 3
 
 
-def test_consequences_alone_are_reported_after_a_longer_while(play):
-    play.fails(0, ABORTED, 1.0)
-    play.ends(0, 1, 1.1)
-    play.failure.tick(1.1 + CONSEQUENCES_AFTER_S)
-    assert play.blamed() == ["rank 0 failed first, with exit code 1"]
+def told(kind, cause, **more):
+    place = {"host": "a", "pid": 77}
+    return {"failed_ranks": [1], "kind": kind, "cause": f"rank 1 (pid 77 on host a) {cause}", **place, **more}
 
 
-def test_a_rank_that_left_with_0_is_the_cause_of_mpiruns_signals(play):
-    play.ends(1, 0, 1.0)
-    play.ends(0, -15, 1.1, by_mpirun=True)
-    play.ends(2, -15, 1.1, by_mpirun=True)
-    play.failure.tick(1.1 + REPORT_AFTER_S)
-    assert play.blamed() == ["rank 1 failed first: it ended with exit code 0 while other ranks waited for it"]
-    assert play.failure.finish() == 1
+LEFT = "rank 1 failed first: it ended with exit code 0 while other ranks waited for it"
+STOPPED = "is stopped (SIGSTOP or Ctrl-Z); it has not run for 2.0 s"
+KILLED = told("killed", "was killed by signal 9 (Killed)")
+#: What happens, after how long it is reported, who is blamed, and the exit code.
+BLAMES = {
+    "an error that stands first is not repeated": (
+        lambda play: (play.fails(1, ERROR, 1.0), play.fails(0, ABORTED, 1.1), play.ends(1, 1, 1.2)),
+        1.2 + REPORT_AFTER_S, "rank 1 failed first, with exit code 1", 1,
+    ),
+    "consequences alone, after a longer while": (
+        lambda play: (play.fails(0, ABORTED, 1.0), play.ends(0, 1, 1.1)),
+        1.1 + CONSEQUENCES_AFTER_S, "rank 0 failed first, with exit code 1", 1,
+    ),
+    "a rank that left with 0 is the cause of mpirun's signals": (
+        lambda play: (play.ends(1, 0, 1.0), *[play.ends(rank, -15, 1.1, by_mpirun=True) for rank in (0, 2)]),
+        1.1 + REPORT_AFTER_S, LEFT, 1,
+    ),
+    "and of the others' errors": (
+        lambda play: (play.ends(1, 0, 1.0), play.fails(0, ABORTED, 1.05), play.ends(0, 1, 1.1)),
+        1.1 + REPORT_AFTER_S, LEFT, 1,
+    ),
+    "a rank that others than mpirun kill is the cause": (
+        lambda play: (play.ends(1, 0, 1.0), play.ends(0, -9, 1.1)),
+        1.1 + REPORT_AFTER_S, "rank 0 failed first, ended by SIGKILL (exit code 137)", 137,
+    ),
+    "an error that was only logged is not blamed for a later end": (
+        lambda play: (play.writes(1, ERROR), play.ends(0, -11, 60.0)),
+        60.0 + REPORT_AFTER_S, "rank 0 failed first, ended by SIGSEGV (exit code 139)", 139,
+    ),
+    "who caught an engine's error and ends with 0 has not failed": (
+        lambda play: (play.failure.reported(1, "", True, 1.0), play.ends(0, -9, 1.1)),
+        1.1 + REPORT_AFTER_S, "rank 0 failed first, ended by SIGKILL (exit code 137)", 137,
+    ),
+    "what others know of the first is said with it": (
+        lambda play: (
+            play.ends(1, -9, 1.0),
+            play.failure.reported(0, "", True, 1.1, KILLED | {"last": 'allreduce "x"', "last_age_s": 0.31}),
+            play.ends(0, 1, 1.2),
+        ),
+        1.2 + REPORT_AFTER_S,
+        "rank 1 failed first, ended by SIGKILL (exit code 137); pid 77 on host a; its last operation: "
+        'allreduce "x", 0.3 s before', 137,
+    ),
+    "a rank that stands still, not those that gave it up": (
+        lambda play: (play.failure.reported(0, "", True, 1.0, told("stopped", STOPPED)), play.ends(0, 1, 1.1)),
+        1.1 + REPORT_AFTER_S, f"rank 1 failed first: it {STOPPED}; pid 77 on host a", 1,
+    ),
+}  # fmt: skip
 
 
-def test_a_rank_that_left_with_0_is_the_cause_of_the_others_errors(play):
-    play.ends(1, 0, 1.0)
-    play.fails(0, ABORTED, 1.05)
-    play.ends(0, 1, 1.1)
-    play.failure.tick(1.1 + REPORT_AFTER_S)
-    assert play.blamed() == ["rank 1 failed first: it ended with exit code 0 while other ranks waited for it"]
-    assert play.failure.finish() == 1
-
-
-def test_a_rank_that_is_killed_by_others_than_mpirun_is_the_cause(play):
-    play.ends(1, 0, 1.0)
-    play.ends(0, -9, 1.1)
-    play.failure.tick(1.1 + REPORT_AFTER_S)
-    assert play.blamed() == ["rank 0 failed first, ended by SIGKILL (exit code 137)"]
-    assert play.failure.finish() == 137
+@pytest.mark.parametrize("case", BLAMES)
+def test_who_is_blamed(play, case):
+    happens, at_s, blamed, code = BLAMES[case]
+    happens(play)
+    play.failure.tick(at_s)
+    assert (play.shown[-1], play.blamed()) == (f"farandolerun: {blamed}", [blamed])
+    assert play.failure.finish() == code
 
 
 def test_a_rank_killed_after_its_error_failed_with_1(play):
@@ -214,21 +237,6 @@ def test_a_rank_killed_after_its_error_failed_with_1(play):
     play.ends(1, -15, 1.6)
     assert play.blamed() == ["rank 1 failed first, with exit code 1"]
     assert play.failure.finish() == 1
-
-
-def test_an_error_that_was_only_logged_is_not_blamed_for_a_later_end(play):
-    play.writes(1, ERROR)
-    play.ends(0, -11, 60.0)
-    play.failure.tick(60.0 + REPORT_AFTER_S)
-    assert play.blamed() == ["rank 0 failed first, ended by SIGSEGV (exit code 139)"]
-    assert play.failure.finish() == 139
-
-
-def test_a_rank_that_caught_an_engines_error_and_ends_with_0_has_not_failed(play):
-    play.failure.reported(1, "", True, 1.0)
-    play.ends(0, -9, 1.1)
-    play.failure.tick(1.1 + REPORT_AFTER_S)
-    assert play.blamed() == ["rank 0 failed first, ended by SIGKILL (exit code 137)"]
 
 
 def test_lines_come_out_whole_however_they_are_split():
@@ -302,36 +310,11 @@ def test_a_full_disk_is_reported_once_and_the_rest_goes_on(tmp_path):
         assert writer.is_incomplete and not writer.is_closed
 
 
-def told(kind, cause, **more):
-    place = {"host": "a", "pid": 77}
-    return {"failed_ranks": [1], "kind": kind, "cause": f"rank 1 (pid 77 on host a) {cause}", **place, **more}
-
-
-def test_what_other_ranks_know_of_the_first_is_said_with_it(play):
-    play.ends(1, -9, 1.0)
-    facts = told("killed", "was killed by signal 9 (Killed)", last='allreduce "x"', last_age_s=0.31)
-    play.failure.reported(0, "", True, 1.1, facts)
-    play.ends(0, 1, 1.2)
-    play.failure.tick(1.2 + REPORT_AFTER_S)
-    known = 'pid 77 on host a; its last operation: allreduce "x", 0.3 s before'
-    assert play.blamed() == [f"rank 1 failed first, ended by SIGKILL (exit code 137); {known}"]
-    assert play.failure.finish() == 137
-
-
 def test_of_a_rank_that_was_killed_the_end_is_waited_for(play):
-    play.failure.reported(0, "", True, 1.0, told("killed", "was killed by signal 9 (Killed)"))
+    play.failure.reported(0, "", True, 1.0, KILLED)
     play.ends(0, 1, 1.1)
     play.failure.tick(1.1 + REPORT_AFTER_S)
     assert play.blamed() == []
     play.ends(1, -9, 2.0)
     play.failure.tick(2.0 + REPORT_AFTER_S)
     assert play.blamed() == ["rank 1 failed first, ended by SIGKILL (exit code 137); pid 77 on host a"]
-
-
-def test_a_rank_that_stands_still_is_named_and_not_those_that_gave_it_up(play):
-    cause = "is stopped (SIGSTOP or Ctrl-Z); it has not run for 2.0 s"
-    play.failure.reported(0, "", True, 1.0, told("stopped", cause))
-    play.ends(0, 1, 1.1)
-    play.failure.tick(1.1 + REPORT_AFTER_S)
-    assert play.blamed() == [f"rank 1 failed first: it {cause}; pid 77 on host a"]
-    assert play.failure.finish() == 1

@@ -1,6 +1,7 @@
 """The rank's end of a launch, against a made-up launcher; and the launcher's end of that connection."""
 
 import contextlib
+import functools
 import json
 import os
 import queue
@@ -54,7 +55,34 @@ def start_for_mpirun(address, *program, runs_function=False, version=supervisor.
     return subprocess.Popen(command, env=environment, start_new_session=True, **(how or {}))
 
 
-class FakeLauncher:
+def next_output(one):
+    """Of any rank."""
+    while (message := one.channel.receive()).kind != supervisor.OUT:
+        pass
+    return message.payload
+
+
+@contextlib.contextmanager
+def expect_end(payload):
+    """The process of this number ends within, or soon after, the body."""
+    process = os.pidfd_open(int(payload))
+    try:
+        yield
+        assert select.select([process], [], [], 30)[0]
+    finally:
+        os.close(process)
+
+
+class Begun:
+    """Has a process and a channel to it."""
+
+    def close(self):
+        self.channel.close()
+        self.process.kill()
+        self.process.wait(30)
+
+
+class FakeLauncher(Begun):
     """Listens, starts one supervisor, and reads its messages one by one."""
 
     def __init__(self, *program, runs_function=False, rank=5, **variables):
@@ -63,6 +91,9 @@ class FakeLauncher:
             self.process = start_for_mpirun(port.address, *program, runs_function=runs_function, **variables)
             self.channel = supervisor.Channel.over(port.taken.get(timeout=30))
         self.rank = rank
+        kind, said = self.message()
+        assert kind == supervisor.HELLO
+        self.hello = json.loads(said)
 
     def send(self, kind, payload=b""):
         self.channel.send(kind, payload, self.rank)
@@ -80,57 +111,52 @@ class FakeLauncher:
         self.end = json.loads(got[1])
         return texts[supervisor.OUT], texts[supervisor.ERR], self.end["code"]
 
-    def close(self):
-        self.channel.close()
-        self.process.kill()
-        self.process.wait(30)
+
+@pytest.fixture
+def begin():
+    """Starts one of a class, and closes it with the test."""
+    with contextlib.ExitStack() as begun:
+
+        def begin_one(kind, *command, **how):
+            one = kind(*command, **how)
+            begun.callback(one.close)
+            return one
+
+        yield begin_one
 
 
 @pytest.fixture
-def start():
-    started = []
-
-    def start_one(*program, **variables):
-        started.append(FakeLauncher(*program, **variables))
-        return started[-1]
-
-    yield start_one
-    for one in started:
-        one.close()
+def start(begin):
+    return functools.partial(begin, FakeLauncher)
 
 
-def test_a_rank_says_who_it_is_what_it_wrote_and_how_it_ended(start):
-    launcher = start("sh", "-c", "echo out; echo err >&2; exit 3")
-    kind, hello = launcher.message()
-    assert (kind, json.loads(hello)) == (
-        supervisor.HELLO, {"version": supervisor.PROTOCOL, "rank": 5, "host": socket.gethostname(), "threads": ""},
-    )  # fmt: skip
-    assert launcher.until_exit() == (b"out\n", b"err\n", 3)
+@pytest.mark.parametrize(("command", "variables", "out", "err", "code"), [
+    (["sh", "-c", "echo out; echo err >&2; exit 3"], {}, "out\n", "err\n", 3),
+    (["printenv", "TMPDIR"], {"TMPDIR": "/of/mpirun"}, "/of/the/ranks\n", "", 0),  # the temporary folder of its host
+    (["printenv", "TMPDIR"], {"TMPDIR": "/of/another/host"}, "/of/another/host\n", "", 0),
+    (["printenv", "of-the.job"], {}, "two\nlines\n", "", 0),  # which mpirun does not forward
+])  # fmt: skip
+def test_what_a_rank_wrote_and_how_it_ended(start, command, variables, out, err, code):
+    launcher = start(*command, **variables)
+    assert launcher.hello == {
+        "version": supervisor.PROTOCOL, "rank": 5, "host": socket.gethostname(), "threads": ""
+    }  # fmt: skip
+    assert launcher.until_exit() == (out.encode(), err.encode(), code)
 
 
-@pytest.mark.parametrize("code", [0, 3])
-def test_it_stays_until_its_last_words_were_read(start, code):
+@pytest.mark.parametrize(("end", "code"), [("exit 0", 0), ("exit 3", 3), ("kill -11 $$", -11)])
+def test_it_stays_until_its_last_words_were_read_and_ends_as_the_program(start, end, code):
     """Else the kernel may drop what the launcher has not read, and mpirun knows of a failure early."""
-    launcher = start("sh", "-c", f"exit {code}")
-    launcher.message()
-    launcher.until_exit()
+    launcher = start("sh", "-c", end)
+    assert launcher.until_exit()[2] == code
     with pytest.raises(subprocess.TimeoutExpired):
         launcher.process.wait(0.3)
     launcher.send(supervisor.GO)
     assert launcher.process.wait(30) == code
 
 
-def test_it_ends_by_the_programs_signal(start):
-    launcher = start("sh", "-c", "kill -11 $$")
-    launcher.message()
-    assert launcher.until_exit()[2] == -11
-    launcher.send(supervisor.GO)
-    assert launcher.process.wait(30) == -11
-
-
 def test_signals_reach_the_program_and_mpiruns_do_not_end_the_supervisor(start):
     launcher = start("sh", "-c", "trap 'echo got; exit 4' TERM; echo up; while :; do sleep 0.05; done")
-    launcher.message()
     assert launcher.message() == (supervisor.OUT, b"up\n")
     os.killpg(launcher.process.pid, signal.SIGTERM)
     out, _, code = launcher.until_exit()
@@ -138,38 +164,11 @@ def test_signals_reach_the_program_and_mpiruns_do_not_end_the_supervisor(start):
     assert launcher.end["by_mpirun"]
 
 
-def test_the_program_and_what_it_started_end_when_the_launcher_is_gone(start):
-    launcher = start("sh", "-c", "sleep 600 & echo $!; wait")
-    launcher.message()
-    started = os.pidfd_open(int(launcher.message()[1]))
-    launcher.channel.close()
-    assert launcher.process.wait(30) != 0
-    ended, _, _ = select.select([started], [], [], 30)
-    os.close(started)
-    assert ended
-
-
 def test_a_program_that_cannot_be_started_is_named(start):
     launcher = start("/no/such/program")
-    launcher.message()
     _, err, code = launcher.until_exit()
     assert code == supervisor.CANNOT_START
     assert err.startswith(b'farandolerun: cannot start "/no/such/program" on ')
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"), [("/of/mpirun", "/of/the/ranks"), ("/of/another/host", "/of/another/host")]
-)
-def test_the_program_has_the_temporary_folder_of_its_host(start, given, expected):
-    supervised = start("sh", "-c", "echo $TMPDIR", TMPDIR=given)
-    supervised.message()
-    assert supervised.until_exit() == (f"{expected}\n".encode(), b"", 0)
-
-
-def test_the_program_has_variables_that_mpirun_does_not_forward(start):
-    supervised = start("printenv", "of-the.job")
-    supervised.message()
-    assert supervised.until_exit() == (b"two\nlines\n", b"", 0)
 
 
 def test_without_a_launcher_it_becomes_the_program():
@@ -253,7 +252,6 @@ def test_own_addresses_are_left_out_on_other_machines():
 )
 def test_a_rank_reports_the_error_that_ends_it_and_whether_another_rank_is_to_blame(start, end, text, is_consequence):
     launcher = start(sys.executable, "-c", f"import sys, farandole as fl\n{end}")
-    launcher.message()
     reports = []
     while (got := launcher.message())[0] != supervisor.EXIT:
         reports += [json.loads(got[1])] if got[0] == supervisor.REPORT else []
@@ -270,14 +268,12 @@ os.wait()
 print("end", os.environ.get("{supervisor.REPORT_VARIABLE}"))
 """
     launcher = start(sys.executable, "-c", script)
-    launcher.message()
     out, err, code = launcher.until_exit()  # a report is a KeyError there
     assert (out, code) == (b"end None\n", 0) and b"theirs" in err and b"the child's" in err
 
 
 def test_a_signal_from_the_launcher_is_not_mpiruns(start):
     launcher = start("sleep", "600")
-    launcher.message()
     launcher.send(supervisor.SIGNAL, bytes([signal.SIGTERM]))
     assert launcher.until_exit()[2] == -signal.SIGTERM
     assert not launcher.end["by_mpirun"]
@@ -285,7 +281,6 @@ def test_a_signal_from_the_launcher_is_not_mpiruns(start):
 
 def test_rank_0_reads_what_the_launcher_sends_and_asks_for_more(start):
     launcher = start("cat", rank=0)
-    launcher.message()
     text = os.urandom(supervisor.INPUT_BYTES)
     came, wants = b"", 0
     for data in (text, text, text, b"end", b""):
@@ -301,7 +296,6 @@ def test_rank_0_reads_what_the_launcher_sends_and_asks_for_more(start):
 
 def test_a_program_that_closes_its_input_goes_on(start):
     launcher = start("sh", "-c", "exec <&-; echo closed; sleep 0.2; echo done", rank=0)
-    launcher.message()
     assert launcher.message()[0] == supervisor.WANT
     assert launcher.message() == (supervisor.OUT, b"closed\n")
     launcher.send(supervisor.INPUT, b"x")
@@ -311,7 +305,6 @@ def test_a_program_that_closes_its_input_goes_on(start):
 def test_a_function_comes_in_and_its_result_goes_out(start):
     copy = f"cat >${supervisor.RESULT_VARIABLE}"
     launcher = start("sh", "-c", copy, runs_function=True)
-    launcher.message()
     assert launcher.message()[0] == supervisor.WANT
     launcher.send(supervisor.INPUT, b"function")
     came = dict([launcher.message(), launcher.message()])
@@ -328,7 +321,7 @@ def test_a_function_comes_in_and_its_result_goes_out(start):
 def test_threads_share_the_cores_unless_the_user_says_how_many(start, given, ranks, expected):
     variables = {"OMPI_COMM_WORLD_LOCAL_SIZE": str(ranks), **given}
     launcher = start("sh", "-c", "echo $OMP_NUM_THREADS", **variables)
-    said = json.loads(launcher.message()[1])["threads"]
+    said = launcher.hello["threads"]
     assert launcher.until_exit()[0] == f"{expected}\n".encode()
     assert said == ("" if given else f"OMP_NUM_THREADS={expected} on each of {ranks} ranks; "
                     "set it to choose another number")  # fmt: skip
@@ -337,7 +330,7 @@ def test_threads_share_the_cores_unless_the_user_says_how_many(start, given, ran
 # A host's
 
 
-class FakeHost:
+class FakeHost(Begun):
     """Starts the supervisor of a host as the launcher does, and reads its messages one by one."""
 
     SUPERVISOR = (sys.executable, "-I", "-S", FILE)
@@ -371,23 +364,10 @@ class FakeHost:
         assert self.process.wait(30) == 0
         return texts, codes
 
-    def close(self):
-        self.channel.close()
-        self.process.kill()
-        self.process.wait(30)
-
 
 @pytest.fixture
-def start_host():
-    started = []
-
-    def start_one(*command, **how):
-        started.append(FakeHost(*command, **how))
-        return started[-1]
-
-    yield start_one
-    for one in started:
-        one.close()
+def start_host(begin):
+    return functools.partial(begin, FakeHost)
 
 
 def test_the_supervisor_of_a_host_runs_its_ranks_with_their_numbers_and_the_key(start_host):
@@ -431,30 +411,15 @@ def test_programs_have_no_descriptors_but_theirs(start_host):
     assert len(texts[1].split()) == 5  # three streams, the key, the folder
 
 
-def test_a_host_ends_all_that_its_ranks_started_when_the_launcher_is_gone(start_host):
-    host = start_host("sh", "-c", "sleep 600 & echo $!; wait")
-    started = []
-    while len(started) < 2:
-        message = host.channel.receive()
-        if message.kind == supervisor.OUT:
-            started.append(os.pidfd_open(int(message.payload)))
-    host.channel.close()
-    for one in started:
-        ended, _, _ = select.select([one], [], [], 30)
-        os.close(one)
-        assert ended
-
-
 @pytest.mark.parametrize("script", ["echo $$; exec sleep 600", "sleep 600 & echo $!; wait"], ids=["it", "its child"])
 @pytest.mark.parametrize("starts", ["start", "start_host"], ids=["mpirun", "host"])
-def test_programs_end_with_a_supervisor_that_is_killed(request, starts, script):
+@pytest.mark.parametrize("is_killed", [True, False], ids=["supervisor killed", "launcher gone"])
+def test_programs_end_with_their_supervisor_and_their_launcher(request, starts, script, is_killed):
     one = request.getfixturevalue(starts)("sh", "-c", script)
-    while (message := one.channel.receive()).kind != supervisor.OUT:
-        pass
-    program = os.pidfd_open(int(message.payload))
-    one.process.kill()
-    assert select.select([program], [], [], 30)[0]
-    os.close(program)
+    with contextlib.ExitStack() as ends:
+        for _ in range(2 if starts == "start_host" else 1):
+            ends.enter_context(expect_end(next_output(one)))
+        one.process.kill() if is_killed else one.channel.close()
 
 
 def test_a_program_whose_supervisor_was_killed_before_the_kernel_knew_ends(monkeypatch):
@@ -472,12 +437,8 @@ def test_a_kernel_without_pidfds_and_a_python_without_them_will_do(start_host, m
 
 def test_a_rank_that_ends_badly_takes_what_it_started_along(start_host):
     host = start_host("sh", "-c", "sleep 600 & echo $!; exit 3", ranks=[1])
-    while (message := host.channel.receive()).kind != supervisor.OUT:
-        pass
-    left = os.pidfd_open(int(message.payload))
-    assert host.until_the_end()[1] == {1: 3}
-    assert select.select([left], [], [], 30)[0]
-    os.close(left)
+    with expect_end(next_output(host)):
+        assert host.until_the_end()[1] == {1: 3}
 
 
 # The launcher's end

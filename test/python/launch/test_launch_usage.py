@@ -16,9 +16,7 @@ from ranks import REPOSITORY
 pytestmark = pytest.mark.once
 
 PAIR = mpirun.Pair(mpirun.Found("/opt/a/bin/mpirun", "4.1.4"), mpirun.Found("/l", "4.1.4"))
-PAIR_5 = mpirun.Pair(
-    mpirun.Found("/opt/b/bin/mpirun", "5.0.11"), mpirun.Found("/l", "5.0.11"), mpirun.Found()
-)
+PAIR_5 = mpirun.Pair(mpirun.Found("/opt/b/bin/mpirun", "5.0.11"), mpirun.Found("/l", "5.0.11"), mpirun.Found())
 
 # What is typed in a folder with a script "x.py" and a hostfile "bad", and the message.
 WRONG = [
@@ -84,9 +82,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "typed, message", WRONG, ids=[" ".join(typed) or "nothing" for typed, _ in WRONG]
-)
+@pytest.mark.parametrize("typed, message", WRONG, ids=[" ".join(typed) or "nothing" for typed, _ in WRONG])
 def test_wrong_use_is_one_message_and_code_2(folder, monkeypatch, capfd, typed, message):
     monkeypatch.setattr(mpirun, "find_pair", lambda _: PAIR)
     assert cli.main(typed) == 2
@@ -123,9 +119,7 @@ def test_flags_become_settings():
         "-np 2 --fusion-threshold-mb 64 --stall-check-warning-time-seconds 7.5 --log-level debug "
         "--stall-check-shutdown-time-seconds 30"
     )
-    options = cli.parse(
-        [*flags.split(), "--start-timeout", "90", "--mpi", "--disable-cache", "true"]
-    )
+    options = cli.parse([*flags.split(), "--start-timeout", "90", "--mpi", "--disable-cache", "true"])
     assert options.settings == {
         "FARANDOLE_FUSION_THRESHOLD": str(64 << 20),
         "FARANDOLE_STALL_WARNING_S": "7.5",
@@ -227,20 +221,8 @@ def test_on_one_machine_nothing_needs_to_be_passed_on(folder):
 
 
 def test_other_hosts_get_the_environment_but_what_belongs_to_a_host(folder):
-    passed = {
-        "FARANDOLE_WINDOW": "3",
-        "HOROVOD_X": "1",
-        "PYTHONPATH": "p",
-        "PATH": "q",
-        "MY_OWN": "1",
-    }
-    kept = {
-        "HOME": "h",
-        "HOSTNAME": "n",
-        "SSH_AUTH_SOCK": "s",
-        "TMPDIR": "t",
-        "OMPI_MCA_btl": "tcp",
-    }
+    passed = {"FARANDOLE_WINDOW": "3", "HOROVOD_X": "1", "PYTHONPATH": "p", "PATH": "q", "MY_OWN": "1"}
+    kept = {"HOME": "h", "HOSTNAME": "n", "SSH_AUTH_SOCK": "s", "TMPDIR": "t", "OMPI_MCA_btl": "tcp"}
     beside = {"A B": "1", "f()": "()", "TWO_LINES": "1\n2"}
     command = words("-H a:2,b:2", **passed, **kept, **beside)
     named = {word for before, word in zip(command.split(), command.split()[1:]) if before == "-x"}
@@ -255,23 +237,13 @@ def test_each_open_mpi_gets_its_own_words(folder):
     old, new = words(flags), words(flags, PAIR_5)
     seconds = "{0} oob_tcp_keepalive_time 5 {0} oob_tcp_keepalive_intvl 5 {0} oob_tcp_keepalive_probes 4"
     assert seconds.format("--mca") in old and seconds.format("--prtemca") in new
-    assert (
-        "--mca plm_rsh_args -p 2222 -i key --mca btl_tcp_if_include eth1 --mca oob_tcp_if_include eth1"
-        in old
-    )
-    assert (
-        "--prtemca plm_ssh_args -p 2222 -i key --mca btl_tcp_if_include eth1 --prtemca prte_if_include eth1"
-        in new
-    )
+    assert "--mca plm_rsh_args -p 2222 -i key --mca btl_tcp_if_include eth1 --mca oob_tcp_if_include eth1" in old
+    assert "--prtemca plm_ssh_args -p 2222 -i key --mca btl_tcp_if_include eth1 --prtemca prte_if_include eth1" in new
 
 
 def test_the_users_own_words_for_mpirun_come_last_and_replace_ours(folder):
-    options = cli.parse(
-        ["-np", "2", "--binding-args=--bind-to core", "--mpi-args=--mca btl self", "true"]
-    )
-    command = " ".join(
-        mpirun.make_command(options, PAIR, {"OMPI_MCA_mpi_yield_when_idle": "0"})
-    )
+    options = cli.parse(["-np", "2", "--binding-args=--bind-to core", "--mpi-args=--mca btl self", "true"])
+    command = " ".join(mpirun.make_command(options, PAIR, {"OMPI_MCA_mpi_yield_when_idle": "0"}))
     assert "--bind-to none" not in command and "mpi_yield_when_idle" not in command
     assert "--bind-to core --mca btl self " in command
 
@@ -327,14 +299,10 @@ def test_a_slurm_allocation_says_hosts_and_tasks(folder, monkeypatch):
 
 @pytest.mark.mpi
 def test_dry_run_prints_a_line_that_runs(tmp_path):
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("OMPI_")
-    }
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OMPI_")}
 
     def run(*command, **options):
-        return subprocess.run(
-            command, env=environment, timeout=60, capture_output=True, text=True, **options
-        )
+        return subprocess.run(command, env=environment, timeout=60, capture_output=True, text=True, **options)
 
     launched = run(
         sys.executable, "-m", "farandole.runner", "-np", "2", "--mpi", "--dry-run", "sh", "-c", "echo 'a  b'"
@@ -357,9 +325,7 @@ def test_launching_loads_neither_torch_nor_mpi():
         "import sys, farandole.runner.cli; maps = open('/proc/self/maps').read();"
         "print('torch' in sys.modules, 'libmpi.so' in maps)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False False\n"
 
 

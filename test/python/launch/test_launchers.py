@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 
@@ -11,7 +10,7 @@ import pytest
 
 import farandole
 from hosts import TwoHosts
-from ranks import PYTHON_PATH, THIS_DIR
+from ranks import PYTHON_PATH, THIS_DIR, free_port
 from slurm import Slurm
 from small_training import train
 
@@ -44,29 +43,6 @@ def check(done, digest, size=2):
     assert done.returncode == 0 and found == [digest] * size, done.stdout
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
-def run_by_hand(places, digest, **variables):
-    """Ranks that somebody starts one by one, with arguments or variables of their own."""
-    ranks = [
-        subprocess.Popen(
-            [*SCRIPT, *arguments], env=CLEAN | variables | own, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )
-        for arguments, own in places
-    ]  # fmt: skip
-    try:
-        outputs = [rank.communicate(timeout=90)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for rank, output in zip(ranks, outputs):
-        assert rank.returncode == 0 and output == f"weights {digest} of 2 ranks\n", outputs
-
-
 @pytest.mark.parametrize("flags", [[], ["--gloo"], ["--mpi"]])
 def test_farandolerun(digests, flags):
     check(run(sys.executable, "-m", "farandole.runner", "-np", "2", *flags, *SCRIPT), digests[2])
@@ -92,24 +68,6 @@ def test_torchrun(digests):
 def test_spawn(digests):
     script = "import farandole, small_training\nfarandole.spawn(small_training.train_and_print, nprocs=2)"
     check(run(sys.executable, "-c", script), digests[2])
-
-
-@pytest.mark.once
-def test_env(digests):
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    run_by_hand([((), {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in (0, 1)], digests[2], **address)
-
-
-@pytest.mark.once
-def test_tcp(digests):
-    address = f"address=tcp://127.0.0.1:{free_port()}"
-    run_by_hand([((f"rank={rank}", "size=2", address), {}) for rank in (0, 1)], digests[2])
-
-
-@pytest.mark.once
-def test_file(digests, tmp_path):
-    address = f"address=file://{tmp_path}/store"
-    run_by_hand([((f"rank={rank}", "size=2", address), {}) for rank in (0, 1)], digests[2])
 
 
 @pytest.mark.once

@@ -2,8 +2,6 @@
 
 import ast
 import re
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -67,98 +65,6 @@ def test_a_job_that_another_thread_joined_ends_well():
             thread = threading.Thread(target=fl.init)
             thread.start()
             thread.join()
-            tell(fl.allreduce(np.ones(1), op=fl.Sum).item())
-        """),
-    )
-    assert told == ["2.0"] * 2
-
-
-@pytest.mark.once
-def test_without_a_launcher_there_is_one_rank():
-    text = script("""
-        fl.init()
-        x = np.array([1 / 3])
-        assert fl.allreduce(x, op=fl.Average).tolist() == x.tolist()
-        assert (fl.rank(), fl.size()) == (0, 1)
-    """)
-    assert subprocess.run([sys.executable, "-c", text], timeout=60, check=False).returncode == 0
-
-
-@pytest.mark.once
-def test_disagreements_are_refused_on_all_ranks_within_100_ms():
-    told = run_mpi(
-        2,
-        script("""
-            fl.init()
-            r = fl.rank()
-            bad = {
-                "shape": lambda n: fl.allreduce(np.ones(3 + r, np.float32), name=n),
-                "dtype": lambda n: fl.allreduce(np.ones(3, ["f4", "f8"][r]), name=n),
-                "op": lambda n: fl.allreduce(np.ones(3, "f4"), name=n, op=[fl.Sum, fl.Max][r]),
-                "root": lambda n: fl.broadcast(np.ones(3, "f4"), r, name=n),
-            }
-            for what, call in bad.items():
-                for known in (False, True):
-                    name = f"{what}.{known}"
-                    for _ in range(4 * known):
-                        fl.allreduce(np.ones(3, "f4"), name=name)
-                        fl.broadcast(np.ones(3, "f4"), 0, name=name)
-                    fl.barrier()
-                    submitted = time.monotonic()
-                    try:
-                        call(name)
-                        sys.exit(f"{name} was not refused")
-                    except fl.MismatchError as error:
-                        refused, text = time.monotonic(), str(error)
-                    times = fl.allreduce(np.array([submitted, refused]), op=fl.Max)
-                    assert times[1] - times[0] < 0.1, (name, times[1] - times[0])
-                    assert name in text, text
-                    line = np.frombuffer(text.encode().ljust(400), np.uint8)
-                    assert bytes(fl.broadcast(line, 0)) == bytes(line)
-            tell("agreed")
-        """),
-    )
-    assert told == ["agreed"] * 2
-
-
-def test_an_exception_on_one_rank_ends_the_job_with_a_failure():
-    done = mpirun(
-        2,
-        ["-c", script("""
-            fl.init()
-            fl.allreduce(np.ones(1))
-            if fl.rank() == 1:
-                raise RuntimeError("this rank is broken")
-            fl.allreduce(np.ones(1), name="never")
-        """)],
-    )  # fmt: skip
-    assert done.returncode != 0
-    assert "this rank is broken" in done.stdout
-    assert re.search(r"AbortedError.*rank 1", done.stdout), done.stdout
-
-
-def test_a_forked_child_is_inert():
-    told = run_mpi(
-        2,
-        script("""
-            import multiprocessing
-            fl.init()
-            handle = fl.allreduce_async(np.ones(3), name="before")
-            def child(queue):
-                try:
-                    fl.init()
-                except fl.HorovodInternalError as error:
-                    queue.put((fl.is_initialized(), fl.rank(), "forked" in str(error)))
-            context = multiprocessing.get_context("fork")
-            queue = context.SimpleQueue()
-            process = context.Process(target=child, args=(queue,))
-            process.start()
-            process.join()
-            assert process.exitcode == 0 and queue.get() == (True, fl.rank(), True)
-            if os.fork() == 0:
-                sys.exit(0)  # runs atexit
-            os.wait()
-            fl.synchronize(handle)
             tell(fl.allreduce(np.ones(1), op=fl.Sum).item())
         """),
     )

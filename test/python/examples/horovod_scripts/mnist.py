@@ -35,6 +35,7 @@ def images(count, seed):
 
 
 def metric_average(value, name):
+    hvd.allreduce(torch.tensor([value]), name=name)  # a name is used again, with another shape
     return hvd.allreduce(torch.tensor(value), name=name).item()
 
 
