@@ -453,7 +453,7 @@ LOW_RANK = [
             "(p * low_rank(rank)).sum(); end", leaves="v=ones(50), m=ones(6, 6), p=ones(40, 30)", **POWER),
     Program("with PowerSGD a rank without a gradient takes part", "zero; back q if rank == 0 else p * low_rank(rank); "
     "end",
-            leaves="p=ones(40, 30), q=one()", steps=1, **POWER),
+            leaves="p=ones(40, 30), q=one()", **POWER),
     Program("with PowerSGD a round of zeros, from which Q would stay zero, does not end learning",
             "zero; back p * (low_rank(rank, 5) * (step > 0)); opt.synchronize(); end @ step != 1",
             leaves="p=ones(40, 30)",
