@@ -560,6 +560,9 @@ LOW_RANK = [
     Program("PowerSGD sends vectors and small matrices as they are",
             "zero; back (v * (rank + t(*range(50)))).sum() + (m * (rank - t(*range(36)).view(6, 6))).sum() + "
             "(p * low_rank(rank)).sum(); end", leaves="v=ones(50), m=ones(6, 6), p=ones(40, 30)", **POWER),
+    Program("with PowerSGD a convolution in half precision keeps shape and dtype",
+            "zero; back p * (rank + 1.); end", leaves="p=ones(32, 16, 3, 3, dtype=torch.bfloat16)",
+            **POWER | {"tolerance": 1e-2}),
     Program("with PowerSGD a rank without a gradient takes part", "zero; back q if rank == 0 else p * low_rank(rank); "
     "end",
             leaves="p=ones(40, 30), q=one()", **POWER),
@@ -584,6 +587,10 @@ TOOLS = [
             "zero; back p*rank; only n = batches(); step; only assert step == 0 or batches() - n <= 1",
             make=lambda ps: type("Own", (SGD,), {"step": lambda self, closure=None: SGD.step(self, closure)})(ps,
             lr=1.0)),
+    Program("an instance's own zero_grad() is called, and comes back when it is unwrapped",
+            "zeros; only assert calls == [False] * (step + 1); back p*rank; step", before="calls = []; "
+            "plain.zero_grad = lambda set_to_none=True: calls.append(set_to_none) or type(plain).zero_grad(plain, "
+            "set_to_none); own = plain.zero_grad", last="only assert fl.unwrap(opt).zero_grad is own"),
     Program("the profiler acts", "zero; profiler = torch.profiler.profile(); profiler.__enter__() @ rank == 0; "
     "back p*rank; "
             "step; profiler.__exit__(None, None, None) @ rank == 0", sizes=(2,), steps=1),
