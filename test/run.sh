@@ -195,7 +195,7 @@ run_pytest_asan() {
   runtime=$(clang -print-file-name="libclang_rt.asan-$(uname -m).so")
   LD_PRELOAD=$runtime ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=$dir/python \
     pytest_with pytest-asan "$python" -m "not mpi" \
-    test/python/{optimizer/test_gradient_memory,collectives/test_handles,collectives/test_thread_safety}.py
+    test/python/{optimizer/test_contract_drawn,collectives/test_handles,collectives/test_thread_safety}.py
 }
 
 sanitizer_lanes() {

@@ -554,7 +554,8 @@ void Gradients::Send(int32_t index) {
   Mark(index, memory, memory, vote);
 }
 
-/// The result is allocated when the decision is executed.
+/// The result is allocated when the decision is executed. A codec may have something left of
+/// earlier rounds to contribute, unless no rank has a gradient.
 void Gradients::SendAbsent(GradientSlot& slot, int32_t index) {
   const std::optional<Layout> parameter = Peek(slot.parameter);
   if (parameter && slot.look && !HasShape(parameter->tensor, slot.look->tensor))
@@ -562,7 +563,10 @@ void Gradients::SendAbsent(GradientSlot& slot, int32_t index) {
   slot.sent = slot.reduced = slot.buffer = py::object();
   slot.sent_version = std::nullopt;
   slot.is_present = slot.is_fresh = false;
-  Mark(index, nullptr, nullptr, FARANDOLE_ABSENT);
+  if (slot.codec) slot.buffer = Pack(slot, index);
+  const std::optional<Layout> layout = slot.buffer ? Peek(slot.buffer) : std::nullopt;
+  if (!layout) return Mark(index, nullptr, nullptr, FARANDOLE_ABSENT);
+  Mark(index, AddressOf(layout->tensor), AddressOf(layout->tensor), FARANDOLE_CLEAN);
 }
 
 /// What travels of a gradient that cannot be sent where it lies; null: nothing. In its own stream.
@@ -572,7 +576,7 @@ py::object Gradients::Pack(GradientSlot& slot, int32_t index) {
   const py::object stream =
       IsSameStream(slot.made_in, StreamNow()) ? py::object(py::none()) : ToPair(slot.made_in);
   const py::object packed = owner.attr("pack")(slots_[static_cast<size_t>(index)], stream);
-  slot.NoteSent(slot.gradient());
+  if (const py::object gradient = slot.gradient(); !gradient.is_none()) slot.NoteSent(gradient);
   return packed.is_none() ? py::object() : packed;
 }
 

@@ -113,8 +113,8 @@ class Gradients : public Child, public std::enable_shared_from_this<Gradients> {
   ///     before_accumulation(index) and accumulated(index): of hooks outside a running pass;
   ///     copy_in(gradient, stream): a copy made in that stream;
   ///     pack(slot, stream): gives the tensor to send of a gradient that cannot be sent as it lies,
-  ///     or None; check(slot): raises if what was sent does not fit; receive(slot) and
-  ///     receive_new(slot, tensor): give the parameter its result.
+  ///     or that is None and has a codec; or None; check(slot): raises if what was sent does not
+  ///     fit; receive(slot) and receive_new(slot, tensor): give the parameter its result.
   /// @param named   Names and parameters.
   /// @param labels  What ranks compare at the wrap.
   Gradients(std::shared_ptr<Context> context, const Options& options, const pybind11::object& owner,

@@ -12,6 +12,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <vector>
 
 #include "check.h"
@@ -132,6 +133,84 @@ void TestAccumulationAndClosure(Context& context) {
     return loss;
   });
   EXPECT(torch::allclose(w.cpu(), torch::full({2}, -7 * mean)));
+}
+
+// Windows of two passes, one that a step() ends early, one more before a step, and unequal ones.
+void TestWindows(Context& context) {
+  torch::Tensor w = torch::zeros({2}, torch::requires_grad().device(device));
+  farandole::torch::GradientOptions options;
+  options.backward_passes_per_step = 2;
+  farandole::torch::DistributedOptimizer<torch::optim::SGD> optimizer(
+      context, options, std::vector<torch::Tensor>{w}, torch::optim::SGDOptions(1.0));
+  const double mean = (context.size() - 1) / 2.0;  // of the ranks
+  int total = 0;
+  for (const int passes : {2, 2, 1, 2, 4, 3, 2}) {
+    const std::int64_t before = context.counters().at("batches");
+    optimizer.zero_grad();
+    for (int pass = 0; pass < passes; ++pass) {
+      if (pass == 1) EXPECT(context.counters().at("batches") == before);
+      (w * context.rank()).sum().backward();
+    }
+    optimizer.step();
+    total += passes;
+    EXPECT(torch::allclose(w.cpu(), torch::full({2}, -total * mean)));
+  }
+  if (context.size() == 1) return;
+  optimizer.zero_grad();
+  try {
+    for (int pass = 0; pass < (context.rank() == 1 ? 1 : 2); ++pass) w.sum().backward();
+    optimizer.step();
+    EXPECT(false);
+  } catch (const Error& error) {
+    EXPECT(error.code() == Code::mismatch);
+    EXPECT(std::strstr(error.what(), "rank 1 ran 1") != nullptr);
+  }
+  optimizer.zero_grad();
+  for (int pass = 0; pass < 2; ++pass) w.sum().backward();
+  optimizer.step();
+  EXPECT(torch::allclose(w.cpu(), torch::full({2}, -total * mean - 2)));
+
+  torch::Tensor v = torch::zeros({2}, torch::requires_grad().device(device));
+  options.op = farandole::Op::sum;  // a sum would be reduced once more
+  farandole::torch::DistributedOptimizer<torch::optim::SGD> of_sum(
+      context, options, std::vector<torch::Tensor>{v}, torch::optim::SGDOptions(1.0));
+  of_sum.zero_grad();
+  for (int pass = 0; pass < 2; ++pass) v.sum().backward();
+  try {
+    v.sum().backward();
+    EXPECT(false);
+  } catch (const Error& error) {
+    EXPECT(std::strstr(error.what(), "backward_passes_per_step=2") != nullptr);
+  }
+}
+
+void TrainWithOnePassMore(Context& context, int window) {
+  torch::Tensor w = torch::zeros({2}, torch::requires_grad().device(device));
+  farandole::torch::GradientOptions options;
+  options.backward_passes_per_step = window;
+  farandole::torch::DistributedOptimizer<torch::optim::SGD> optimizer(
+      context, options, std::vector<torch::Tensor>{w}, torch::optim::SGDOptions(1.0));
+  try {
+    for (int step = 0; step < 3; ++step) {
+      optimizer.zero_grad();
+      const int more = context.rank() == 0 && step == 1 ? 1 : 0;
+      for (int pass = 0; pass < window + more; ++pass) w.sum().backward();
+      optimizer.step();
+    }
+    EXPECT(false);
+  } catch (const Error& error) {
+    EXPECT(error.code() == Code::mismatch);
+    EXPECT(std::strstr(error.what(), "in step 2 rank 0 ran 3 backward passes, rank") != nullptr);
+  }
+}
+
+// On threads with a job of their own, as ranks that have parted get the error until its end.
+void TestOnePassMoreOnOneRank() {
+  std::vector<Context> contexts = Context::in_process(3);
+  std::vector<std::thread> ranks;
+  for (Context& context : contexts)
+    ranks.emplace_back([&context] { TrainWithOnePassMore(context, 2); });
+  for (std::thread& rank : ranks) rank.join();
 }
 
 // A parameter that was frozen at the wrap, and one whose gradient is set by hand: no hook tells of
@@ -468,6 +547,7 @@ int main(int argc, char** argv) try {
   TestTraining<torch::optim::AdamW>(context, torch::optim::AdamWOptions(0.01));
   TestState(context);
   TestAccumulationAndClosure(context);
+  TestWindows(context);
   TestGradientsWithoutHooks(context);
   TestAGradientThatOtherNodesRead(context);
   TestTwoOptimizersWhoseGradientsShareMemory(context);
@@ -477,6 +557,7 @@ int main(int argc, char** argv) try {
   if (device.is_cpu()) TestSharedGradients(context);
   TestRows(context);
   TestFailure(context);
+  if (device.is_cpu()) TestOnePassMoreOnOneRank();
   std::printf("rank %d of %d: all right\n", context.rank(), context.size());
   return 0;
 } catch (const std::exception& error) {

@@ -133,9 +133,20 @@ class Gradients {
     if (job_.expired()) (void)gradients_.release();
   }
 
+  /// The coming windows have so many backward passes; 0: a round opens with the first one.
+  void set_passes(std::int32_t passes) {
+    check(farandole_gradients_set_passes(get(), passes)).value();
+  }
+  /// A backward pass begins, whose number ranks compare. @return whether it is its window's last.
+  bool count_pass() {
+    check(farandole_gradients_count_pass(get_or_throw(), 0)).value();
+    return read().is_window_full == 1;
+  }
+  /// A window that has begun and opened no round counts no more.
+  void forget() { check(farandole_gradients_forget(get())).value(); }
   /// Opens a round, if none is open.
   void open() { check(farandole_gradients_open(get_or_throw())).value(); }
-  /// @return the gradient to mark now, or -1.
+  /// @return the gradient to mark now, or < 0.
   std::int32_t accumulated(std::size_t i) {
     std::int32_t due = -1;
     check(farandole_gradients_accumulated(get(), static_cast<std::int32_t>(i), &due)).value();

@@ -8,6 +8,7 @@
 #include <farandole/torch_memory.h>
 #include <farandole/torch_streams.h>
 #include <farandole/torch_tensors.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/torch.h>
 
 #include <any>
@@ -33,6 +34,10 @@ struct GradientOptions : farandole::GradientOptions {
   /// to the previous allocator. The blocks always take the memory of one gradient per parameter. A
   /// gradient that you keep stays unchanged. On the CPU only; ranks may differ in it.
   bool share_gradients = false;
+  /// Backward passes before each step, of which the last one sends: a window; the same on all
+  /// ranks. More passes than that are another window, and fewer are reduced by step(). 0: the first
+  /// steps tell how often gradients are accumulated. A pass within a pass counts as one more.
+  std::int32_t backward_passes_per_step = 0;
 };
 
 /// @cond internal
@@ -56,11 +61,30 @@ class AccumulatedHook final : public ::torch::autograd::FunctionPostHook {
   std::size_t index_;
 };
 
+/// Reports that a gradient is about to be accumulated.
+template <class Owner>
+class AccumulatingHook final : public ::torch::autograd::FunctionPreHook {
+ public:
+  explicit AccumulatingHook(std::weak_ptr<Owner> owner) : owner_(std::move(owner)) {}
+  ::torch::autograd::variable_list operator()(
+      const ::torch::autograd::variable_list& gradients) override {
+    if (const auto owner = owner_.lock()) owner->accumulating();
+    return gradients;
+  }
+
+ private:
+  std::weak_ptr<Owner> owner_;
+};
+
 /// What libtorch adds to the rounds of one optimizer: hooks, tensors, and whose memory they are.
 class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
  public:
   GradientReducer(Context& context, const GradientOptions& options,
-                  const std::vector<::torch::optim::OptimizerParamGroup>& groups) {
+                  const std::vector<::torch::optim::OptimizerParamGroup>& groups)
+      : passes_(options.backward_passes_per_step), is_average_(options.op == Op::average) {
+    if (passes_ < 0)
+      throw Error(Code::invalid_argument,
+                  "backward_passes_per_step must be >= 0, not " + std::to_string(passes_));
     for (const auto& group : groups)
       for (const ::torch::Tensor& parameter : group.params())
         slots_.push_back(
@@ -75,6 +99,7 @@ class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
     const farandole_allocator allocator{sizeof allocator, this, &GradientReducer::allocate};
     gradients_ = std::make_unique<farandole::detail::Gradients>(
         context, options, tensors, device_.is_cuda() ? FARANDOLE_CUDA : FARANDOLE_CPU, &allocator);
+    gradients_->set_passes(passes_);
     if (options.share_gradients && device_.is_cpu()) offer_memory(context);
   }
 
@@ -88,10 +113,25 @@ class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
     for (std::size_t i = 0; i < slots_.size(); ++i) {
       if (!slots_[i].parameter.requires_grad()) continue;
       auto accumulator = ::torch::autograd::impl::grad_accumulator(slots_[i].parameter);
+      if (passes_ > 0)
+        accumulator->add_pre_hook(
+            std::make_unique<AccumulatingHook<GradientReducer>>(weak_from_this()));
       accumulator->add_post_hook(
           std::make_unique<AccumulatedHook<GradientReducer>>(weak_from_this(), i));
       slots_[i].accumulator = std::move(accumulator);
     }
+  }
+
+  /// As accumulated(). A pass after the last of its window must not add to what is in flight.
+  void accumulating() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!pass_.expired() || !gradients_->is_open()) return;
+    if (is_average_) return complete();
+    const std::string error =
+        "backward() ran more often than backward_passes_per_step=" + std::to_string(passes_) +
+        " before step(); that is possible with Op::average only";
+    gradients_->fail(error);
+    throw Error(Code::invalid_argument, error);
   }
 
   /// From the thread of the gradient's device: autograd has one for each, besides the caller's.
@@ -103,7 +143,7 @@ class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
     slot.is_fresh = slot.is_fresh || are_one(added, slot.parameter.grad());
     const ::torch::Tensor& grad = slot.parameter.grad();
     if (grad.defined() && grad.is_cuda()) slot.made_in = current_stream(grad.device());
-    gradients_->open();
+    begin_pass();
     const std::int32_t due = gradients_->accumulated(i);
     if (due >= 0) mark(static_cast<std::size_t>(due));
   }
@@ -116,22 +156,7 @@ class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
                                            std::to_string(parameters) +
                                            " now; wrap it after the last add_param_group()");
     const std::lock_guard<std::mutex> lock(mutex_);
-    for (std::int32_t i = gradients_->next(); i >= 0; i = gradients_->next())
-      mark(static_cast<std::size_t>(i));
-    std::exception_ptr failure;
-    try {
-      if (device_.is_cuda())
-        make_current_wait(device_, [&](const Stream& stream) { gradients_->finish(stream); });
-      else
-        gradients_->finish();
-    } catch (...) {
-      failure = std::current_exception();
-    }
-    for (std::size_t i = 0; i < slots_.size(); ++i) take_back(i, failure == nullptr);
-    if (!failure) return;
-    // Another rank may still write there: no other tensor gets it, and later gradients are copied.
-    if (memory_ != nullptr) GradientAllocator::instance().withdraw(memory_.get());
-    std::rethrow_exception(failure);
+    complete();
   }
 
   /// The reduced gradients were used.
@@ -141,6 +166,8 @@ class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
   void abandon() {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (gradients_->is_open()) gradients_->fail("zero_grad() was called before step()");
+    gradients_->forget();
+    pass_.reset();
   }
 
  private:
@@ -158,6 +185,43 @@ class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
     std::uint32_t version = 0;
     std::any accumulator = {};  // autograd's node; it lives only as long as somebody holds it
   };
+
+  // With the first gradient of a backward pass. The pass has ended when its callback was called, or
+  // has failed when nobody holds that any more.
+  void begin_pass() {
+    if (!pass_.expired()) return;
+    const auto pass = std::make_shared<char>();
+    ::torch::autograd::Engine::get_default_engine().queue_callback(
+        [owner = weak_from_this(), pass] {
+          const auto self = owner.lock();
+          if (self == nullptr) return;
+          const std::lock_guard<std::mutex> lock(self->mutex_);
+          self->pass_.reset();
+        });
+    pass_ = pass;
+    if (gradients_->count_pass()) gradients_->open();
+  }
+
+  // Ends the round, or a window whose last pass has not come, and takes the results.
+  void complete() {
+    pass_.reset();
+    for (std::int32_t i = gradients_->next(); i >= 0; i = gradients_->next())
+      mark(static_cast<std::size_t>(i));
+    std::exception_ptr failure;
+    try {
+      if (device_.is_cuda())
+        make_current_wait(device_, [&](const Stream& stream) { gradients_->finish(stream); });
+      else
+        gradients_->finish();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    for (std::size_t i = 0; i < slots_.size(); ++i) take_back(i, failure == nullptr);
+    if (!failure) return;
+    // Another rank may still write there: no other tensor gets it, and later gradients are copied.
+    if (memory_ != nullptr) GradientAllocator::instance().withdraw(memory_.get());
+    std::rethrow_exception(failure);
+  }
 
   static std::string name_of(const ::torch::Tensor& parameter, const GradientOptions& options,
                              std::size_t number) {
@@ -246,7 +310,10 @@ class GradientReducer : public std::enable_shared_from_this<GradientReducer> {
     slot.version = static_cast<std::uint32_t>(grad._version());
   }
 
+  const std::int32_t passes_;  // of a window
+  const bool is_average_;
   std::mutex mutex_;                   // over all below
+  std::weak_ptr<char> pass_;           // that runs; expired: none
   c10::Device device_{::torch::kCPU};  // of gradients that travel: the first GPU of a parameter
   std::vector<Slot> slots_;
   std::shared_ptr<std::byte[]> memory_;  // of gradients to come; nullptr: torch chooses

@@ -23,12 +23,14 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import copy
 import functools
 import math
 import os
 import random
 import re
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -87,7 +89,7 @@ class Program:
             yield from ((step, action) for action in map(str.strip, text.split(";")) if action)
 
     def jobs(self) -> list[Job]:
-        """Two ranks with each moment of completion, other numbers with one that is drawn; all of FARANDOLE_TEST_FULL."""
+        """Two ranks with each moment of completion, others with one that is drawn; all with FARANDOLE_TEST_FULL."""
         draw = random.Random(f"{SEED} {self.name}")
         is_whole = os.environ.get("FARANDOLE_TEST_FULL", "0") == "1"
         chosen = {n: self.completes if n == 2 or is_whole else [draw.choice(self.completes)] for n in self.sizes}
@@ -148,6 +150,45 @@ def calling(x: torch.Tensor, call: Callable[[], object]) -> torch.Tensor:
 
 def fail(text: str = "bad batch 17") -> None:
     raise ValueError(text)
+
+
+class OfBatch(torch.autograd.Function):
+    """A function whose gradient is a view of the batch."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inputs)
+        return (weights * inputs).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.saved_tensors[0].view(1, -1), None
+
+
+def pause(grad: torch.Tensor) -> None:
+    """In a tensor's hook: what was sent before has time to be reduced, and written."""
+    time.sleep(0.02)
+
+
+class Aside(threading.Thread):
+    """Calls a function on a thread of its own."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        super().__init__(daemon=True)
+        self.function, self.error = function, ""
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.function()
+        except BaseException as error:
+            self.error = str(error)
+
+    def outcome(self) -> str:
+        """The text of its error; "" if there was none."""
+        self.join(60)
+        assert not self.is_alive()
+        return self.error
 
 
 class ToFloat(torch.autograd.Function):
@@ -227,13 +268,13 @@ def low_rank(rank: int, zero_rows: int = 0) -> torch.Tensor:
 
 #: What texts of programs may name.
 NAMES = {
-    "AsReal": AsReal, "Branched": Branched, "FINE": 1.0 + 2.0**-20, "FirstColumn": FirstColumn, "Growing": Growing,
-    "Halved": Halved, "ToFloat": ToFloat, "batch": batch, "batches": lambda: fl.counters()["batches"],
-    "calling": calling, "checkpoint": checkpoint, "clip": torch.nn.utils.clip_grad_norm_, "fail": fail, "fl": fl,
-    "grad_of": grad_of, "half": half, "loop": loop, "low_rank": low_rank, "Refusing": Refusing, "math": math,
-    "warnings": warnings, "loss_of": loss_of, "one": one,
-    "ones": ones, "pytest": pytest,
-    "resize": resize, "rows": rows, "t": lambda *values: torch.tensor(values, dtype=torch.float32), "torch": torch,
+    "FINE": 1.0 + 2.0**-20, "batches": lambda: fl.counters()["batches"], "clip": torch.nn.utils.clip_grad_norm_,
+    "t": lambda *values: torch.tensor(values, dtype=torch.float32),
+    **{each.__name__: each for each in (
+        Aside, AsReal, Branched, FirstColumn, Growing, Halved, OfBatch, Refusing, ToFloat, batch, calling, checkpoint,
+        copy, fail, grad_of, half, loop, loss_of, low_rank, math, one, ones, pause, pytest, resize, rows, torch,
+        warnings)},
+    "fl": fl,
 }  # fmt: skip
 compiled = functools.cache(compile)
 
@@ -358,6 +399,8 @@ class Alone(Replica):
     def __init__(self, program: Program, size: int, rank: int) -> None:
         super().__init__(program, size, rank, self.plain)
         self.reduced: dict[str, torch.Tensor] = {}  # what the last round gave
+        for leaf in self.leaves.values():  # no gradient shares memory, to which a second pass would add twice
+            leaf.requires_grad and leaf.register_hook(torch.clone)
 
     @staticmethod
     def plain(optimizer: torch.optim.Optimizer, named: object, **arguments: object) -> torch.optim.Optimizer:

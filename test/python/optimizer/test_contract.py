@@ -1,16 +1,14 @@
-"""Each promise about gradients: a sentence and a program of contract.py; and programs that are drawn by a seed."""
+"""Each promise about gradients: a sentence and a program of contract.py."""
 
 import functools
-import os
-import random
 import warnings
 
 import pytest
 import torch
 
 import farandole.torch as fl
-from contract import SEED, Program, Rank, expectation, of_all, one, run
-from jobs import Job
+from contract import Program, Rank, expectation, of_all, one, ones, run
+from jobs import Job, on_several
 from models import OPTIMIZERS, Branched, Halved
 from ranks import run_forked, run_threads
 
@@ -26,6 +24,14 @@ SUM = {"arguments": "op=fl.Sum"}
 def each(name, text, *arguments, **options):
     """The program with each of these arguments of DistributedOptimizer."""
     return [Program(f"{name} ({one})" if one else name, text, arguments=one, **options) for one in arguments]
+
+
+class Square(torch.nn.Linear):
+    """With weights that are the same everywhere."""
+
+    def __init__(self):
+        super().__init__(200, 200, bias=False)
+        self.weight.data = torch.linspace(-0.1, 0.1, 40_000).view(200, 200)
 
 
 PARTS = [
@@ -117,6 +123,61 @@ WRITTEN = [
           leaves="p=ones(200_000), q=ones(200_000)", **SEVERAL),
 ]  # fmt: skip
 
+#: How gradients travel; "groups" makes each travel by itself, during the pass.
+WAYS = ("groups=1000", "groups=1000, share_gradients=True", "overlap=False",
+        "groups=1000, compression=fl.Compression.bf16")  # fmt: skip
+LONG = {"leaves": "p=ones(1, 4096), q=ones(4096), r=ones(4096)", **SEVERAL}
+#: Autograd gives .grad views, of what else has the same gradient: how y is made, and that gradient.
+VIEWED = {
+    "an input, as for saliency maps": ("x = torch.ones(4096, requires_grad=True); y = x + p.view(-1)", "x.grad"),
+    "a parameter that is not wrapped": ("x = ones(1, 4096); y = x.view(-1) + p.view(-1)", "x.grad"),
+    "what a hook keeps": ("kept = []; y = (p.view(-1) * 1).view(1, -1); y.register_hook(kept.append)", "kept[-1]"),
+    "what a hook keeps of a sum":
+        ("kept = []; y = p.view(-1) + torch.ones(4096); y.register_hook(kept.append)", "kept[-1]"),
+}  # fmt: skip
+MEMORY = [
+    *each("a gradient that later nodes read is reduced in memory of its own",
+          "zero; u = a * b; only u.register_hook(pause); back (u + r*2 + q*3 + p.view(-1)) * (1. + rank); end",
+          *(f"op=fl.Sum, {way}" for way in WAYS), **LONG | {"leaves": "a=ones(4096), b=ones(4096), " + LONG["leaves"]}),
+    *(program for what, (made, other) in VIEWED.items() for program in each(
+        f"the gradient of {what} stays", f"zero; {made}; back (y + r*2) * (1. + rank); end; "
+        f"only assert {other}.eq(1. + rank).all()", *WAYS, **LONG)),
+    *each("the gradient that backward() was given is not written", "zero; given = torch.full((4096,), 1. + rank); "
+          "p.view(-1).backward(given); end; only assert given.eq(1. + rank).all()", *WAYS, **LONG),
+    *each("a batch of which a function gives a view is not written", "zero; x = torch.full((4096,), 1. + rank); "
+          "back OfBatch.apply(p, x); end; only assert x.eq(1. + rank).all()", *WAYS, **LONG),
+    *each("two optimizers whose gradients share memory reduce each once",
+          "zero; back (p.view(-1) + q) * (1. + rank); end; step", *(f"op=fl.Sum, {way}" for way in WAYS),
+          optimizers="p | q", **LONG),
+    *each("gradients that overlap in part are reduced once each",
+          "zero; back (r + torch.cat([p, q])) * (1. + rank); end", *(f"op=fl.Sum, {way}" for way in WAYS),
+          leaves="p=ones(2048), q=ones(2048), r=ones(4096)", **SEVERAL),
+    *each("sharing that begins in a later step is handled",  # q is sent when r follows, then p
+          "zero; y = p*1 + r*1 + q*1 @ step < 2; y = p.view(-1) + r*1 + q.view(-1) @ step >= 2; "
+          "y.backward(torch.ones(4096)); step", *(f"op=fl.Sum, {way}" for way in WAYS), steps=5,
+          leaves="p=ones(4096), q=ones(4096), r=ones(4096)", **SEVERAL),
+    *each("a flat buffer of the user's keeps the gradients", "zeros; back (p + q*2) * (1. + rank); end; "
+          "only assert flat[:4096].equal(p.grad) and flat[4096:].equal(q.grad)",
+          *(way for way in WAYS if "share" not in way), leaves="p=ones(4096), q=ones(4096)", writes=True,
+          first="flat = torch.zeros(8192); p.grad, q.grad = flat[:4096], flat[4096:]", **SEVERAL),
+    Program("a gradient that has left a flat buffer has a version of its own: what is added to others is none to it",
+            "zeros; d.grad = None @ step >= 2; back torch.full((64,), rank + 1.) * a * b * c * d; step", steps=5,
+            leaves="a=ones(64), b=ones(64), c=ones(64), d=ones(64)", arguments="groups=1000", writes=True,
+            first="a.grad, b.grad, c.grad, d.grad = torch.zeros(4, 64)",
+            make=functools.partial(torch.optim.SGD, lr=1e-3), **SEVERAL),
+    Program("who keeps a gradient keeps its values, in memory that ranks share",
+            "zero; back p*(rank + step); step; only kept.append((p.grad, p.grad.clone())); "
+            "only assert all(torch.equal(*pair) for pair in kept)", leaves="p=ones(100_000)", first="kept = []",
+            arguments="share_gradients=True", steps=4, **SEVERAL),
+    Program("what else has a gradient's size, as an activation's has, may be in its block",
+            "zero; back model(torch.linspace(-1, 1, 40_000).roll(rank).view(200, 200)).square().mean(); end; step",
+            leaves=lambda: torch.nn.Sequential(*(Square() for _ in range(4))), arguments="share_gradients=True",
+            tolerance=1e-5, make=functools.partial(torch.optim.SGD, lr=1e-3), **SEVERAL),
+    Program("ranks may differ in whether gradients are made in memory that they share",
+            "zero; back p*(rank + step); step", leaves="p=ones(100_000)", arguments="share_gradients=rank == 0",
+            **SEVERAL),
+]  # fmt: skip
+
 IN_FLIGHT = "ValueError|HorovodInternalError"
 PRODUCT = "back torch.full((64,), rank + 1.) * a * b * c * d"
 FOUR = "a=ones(64), b=ones(64), c=ones(64), d=ones(64)"
@@ -185,6 +246,34 @@ WINDOWS = [
     Program("an exception before the last pass fails the window on every rank", 'fails ValueError|AbortedError '
             '"bad batch 17" back calling(p * 1, lambda: rank == 0 and fail()) * q & back p * q & back p * q; '
             "zero; back p*rank; back p*rank; end; step", arguments="backward_passes_per_step=2", **AT_BACKWARD),
+]  # fmt: skip
+
+STILL = {"make": functools.partial(torch.optim.SGD, lr=0.0), **SEVERAL}
+SECOND = "only meet = lambda: errors.append(Aside(lambda: (p * 100 + q * 100).sum().backward()).outcome())"
+THREADS = [
+    *(Program(f"a backward() on a second thread is refused while the first runs, on {who}, after {rounds} rounds",
+              "zero; errors = []; back calling(p * 1, meet) * q * (1 + rank); step; "
+              f"only assert len(errors) == ({where}) and all('one thread' in error for error in errors)",
+              first="meet = lambda: None; " + "zero; back p*q; step; " * rounds + f"{SECOND} @ {where}", **STILL)
+      for who, where in (("one rank", "rank == 0"), ("all ranks", "True")) for rounds in (0, 2)),
+    Program("of two threads one is refused, whichever is faster, so that every rank runs equally many rounds",
+            "zero; errors = []; go(); step; "
+            "only assert '' in errors and sorted('one thread' in error for error in errors) == [False, True]",
+            first="go = run = lambda: (p * q * (1 + rank)).sum().backward(); "
+            "only go = lambda: errors.extend(each.outcome() for each in [Aside(run), Aside(run)])",
+            leaves="p=one(1., 1.), q=one()", steps=10, **STILL),
+    Program("every step may have a thread of its own",
+            "zero; error = Aside(lambda: (p * rank).sum().backward()).outcome(); only assert error == ''; step",
+            **SEVERAL),
+    Program("autograd.grad() may run on other threads", "zero; slope = lambda: torch.autograd.grad((p**2).sum(), p); "
+            "errors = [Aside(slope).outcome()]; "
+            "back calling(p * 1, lambda: errors.append(Aside(slope).outcome())) * rank; "
+            "errors.append(Aside(slope).outcome()); step; only assert errors == [''] * 3", **SEVERAL),
+    *(Program(f"{what}() on another thread, which would end a running pass, is refused",
+              "zero; errors = []; back calling(p * 1, meet) * q * rank; step; "
+              "only assert len(errors) == 1 and 'one thread' in errors[0]",
+              first=f"meet = lambda: None; only meet = lambda: errors.append(Aside(opt.{what}).outcome())", **STILL)
+      for what in ("step", "synchronize", "zero_grad")),
 ]  # fmt: skip
 
 HOLDS = 'RuntimeError ".p. already holds a reduced value"'
@@ -371,6 +460,24 @@ SHARING = [
             optimizers="p | q p", first="del opt; optimizers.pop(0)", **SEVERAL),
 ]  # fmt: skip
 
+UNWRAPPED = [
+    Program("an unwrapped optimizer is a plain one, a scheduler's made before, too, and can be wrapped again",
+            "zero; back p*rank; step; early.step(); zero; only assert fl.unwrap(opt) is plain and "
+            "set(vars(opt)) - {'_opt_called'} == known; "
+            'only assert not getattr(p, "_post_accumulate_grad_hooks", None) and not p._backward_hooks; '
+            'fails ValueError "is not wrapped" fl.unwrap(plain); zero; back p*rank; look; plain.step(); early.step(); '
+            "look; p.data.fill_(1); only fl.DistributedOptimizer(plain, [('p', p)])", optimizers="p",
+            before="early = torch.optim.lr_scheduler.ExponentialLR(plain, 0.5); known = set(vars(plain))"),
+    Program("unwrapping the second of two that share a parameter leaves the first",
+            "zero 0; q.grad = None; back (p + q)*rank; end 0; only assert q.grad.item() == rank; step 0",
+            optimizers="p | p q", first="only fl.unwrap(optimizers.pop())", **SEVERAL),
+    *each("unwrapping with gradients on their way is refused",
+          r'zero; back p*rank; fails ValueError "call step\(\), synchronize\(\) or" fl.unwrap(opt); step',
+          "", "backward_passes_per_step=2", last="only fl.unwrap(opt)", steps=1, sizes=(2, 3), **AT_STEP),
+    Program("copies of a wrapped optimizer are not wrapped",
+            'fails ValueError "is not wrapped" fl.unwrap(copy.deepcopy(opt))', steps=1, **AT_BACKWARD),
+]  # fmt: skip
+
 COMPRESSED = [
     Program("a compression class with static methods is used", "zero; back loss_of(model, batch(rank, step, "
     "torch.float32));"
@@ -414,6 +521,8 @@ def training(name, uses="True", dtype=torch.float64, make="SGD", arguments="", *
 
 TRAINING = [
     *(training(f"float64 training by {make} is that of one process", make=make, **SEVERAL) for make in OPTIMIZERS),
+    *(training(f"gradients made in memory that ranks share train as others, by {make}", make=make,
+               arguments="share_gradients=True", **SEVERAL) for make in OPTIMIZERS),
     *(training(f"a branch that some ranks skip changes nothing: {who}", uses, **SEVERAL) for who,
     uses in BRANCHES.items()),
     training("float32 SGD stays within 1e-5 of one process", BRANCHES["one rank skips"], torch.float32, tolerance=1e-5,
@@ -451,9 +560,12 @@ LOW_RANK = [
     Program("PowerSGD sends vectors and small matrices as they are",
             "zero; back (v * (rank + t(*range(50)))).sum() + (m * (rank - t(*range(36)).view(6, 6))).sum() + "
             "(p * low_rank(rank)).sum(); end", leaves="v=ones(50), m=ones(6, 6), p=ones(40, 30)", **POWER),
+    Program("with PowerSGD a convolution in half precision keeps shape and dtype",
+            "zero; back p * (rank + 1.); end", leaves="p=ones(32, 16, 3, 3, dtype=torch.bfloat16)",
+            **POWER | {"tolerance": 1e-2}),
     Program("with PowerSGD a rank without a gradient takes part", "zero; back q if rank == 0 else p * low_rank(rank); "
     "end",
-            leaves="p=ones(40, 30), q=one()", steps=1, **POWER),
+            leaves="p=ones(40, 30), q=one()", **POWER),
     Program("with PowerSGD a round of zeros, from which Q would stay zero, does not end learning",
             "zero; back p * (low_rank(rank, 5) * (step > 0)); opt.synchronize(); end @ step != 1",
             leaves="p=ones(40, 30)",
@@ -475,6 +587,10 @@ TOOLS = [
             "zero; back p*rank; only n = batches(); step; only assert step == 0 or batches() - n <= 1",
             make=lambda ps: type("Own", (SGD,), {"step": lambda self, closure=None: SGD.step(self, closure)})(ps,
             lr=1.0)),
+    Program("an instance's own zero_grad() is called, and comes back when it is unwrapped",
+            "zeros; only assert calls == [False] * (step + 1); back p*rank; step", before="calls = []; "
+            "plain.zero_grad = lambda set_to_none=True: calls.append(set_to_none) or type(plain).zero_grad(plain, "
+            "set_to_none); own = plain.zero_grad", last="only assert fl.unwrap(opt).zero_grad is own"),
     Program("the profiler acts", "zero; profiler = torch.profiler.profile(); profiler.__enter__() @ rank == 0; "
     "back p*rank; "
             "step; profiler.__exit__(None, None, None) @ rank == 0", sizes=(2,), steps=1),
@@ -499,9 +615,8 @@ SCALED = [] if not hasattr(torch.amp, "GradScaler") else [
             first=SCALER["first"] + "; plain = torch.optim.SGD([q], lr=1.0)"),
 ]  # fmt: skip
 
-PROGRAMS = [*FAILED, *LOW_RANK, *TOOLS, *SCALED, *PARTS, *WRITTEN, *ASSIGNED, *WINDOWS, *PASSES, *SHAPES, *SPARSE,
-*OWN_DTYPE, *SHARING,
-*COMPRESSED, *TRAINING]
+PROGRAMS = [*FAILED, *LOW_RANK, *TOOLS, *SCALED, *PARTS, *WRITTEN, *MEMORY, *ASSIGNED, *WINDOWS, *THREADS, *PASSES,
+            *SHAPES, *SPARSE, *OWN_DTYPE, *SHARING, *UNWRAPPED, *COMPRESSED, *TRAINING]  # fmt: skip
 
 
 @of_all(PROGRAMS)
@@ -620,48 +735,21 @@ def test_statistics_of_plain_batch_norm_are_each_ranks_own_until_they_are_broadc
     assert all(torch.equal(other[2], after) for other in others) and torch.equal(before, after)
 
 
-def drawn(seed):
-    """A program for two to four ranks: passes, held and assigned gradients, skipped ranks and leaves, in any order."""
-    draw = random.Random(seed)
-    op = draw.choice(["fl.Average", "fl.Average", "fl.Sum"])
-    passes = draw.choice([1, 1, 2, 3])
-    arguments = [f"op={op}", f"backward_passes_per_step={passes}",
-                 draw.choice(["overlap=False", "groups=2", "groups=1000", "gradient_as_bucket_view=True",
-                 "sparse_as_dense=True",
-                              "gradient_predivide_factor=2.0" if op == "fl.Average" else "groups=1"])]  # fmt: skip
-    leaves = [f"{name}=ones({draw.choice(['1', '5', '2, 3', '3000'])})" for name in "abcd"] + ["table=ones(6, 2)"]
+@on_several
+def test_a_rank_outside_of_a_set_keeps_its_gradient(job):
+    def body(rank):
+        inside = fl.add_process_set(range(job.size - 1) if job.size > 2 else [0])
+        p, q = ones(1, 4096), ones(1, 4096)
+        first, second = job.sgd(p), job.sgd(q, process_set=inside)
+        for _ in range(3):
+            first.zero_grad()
+            second.zero_grad()
+            ((p.view(-1) + q.view(-1)) * (1.0 + rank)).sum().backward()
+            job.finish(first)
+            job.finish(second)
+            assert p.grad.eq(1 + job.mean_rank).all()
+            members = inside.size() if inside.included() else 1
+            mean = 1 + (members - 1) / 2 if inside.included() else 1.0 + rank
+            assert q.grad.eq(mean).all()
 
-    def loss():
-        terms = ["a.sum() * (rank + 1)"]
-        for name in "bcd":
-            term = f"{name}.sum() * {draw.randint(1, 9)} * (rank + 1)"
-            terms += draw.choice([[], [term], [f"({term} if rank % 2 == {draw.randint(0, 1)} else 0)"]])
-        terms += draw.choice([[], [], [f"rows(table, {draw.randint(0, 5)}, rank).sum() * 2"]])
-        return " + ".join(terms)
-
-    text = []
-    for step in range(4):
-        may_keep = op == "fl.Average"  # a sum may not be reduced again
-        text.append(draw.choice(["zero", "zero", *(["", "zeros"] if may_keep else [])]))
-        if text[-1] == "zero":
-            text += draw.choice([[], [], [f"{draw.choice('bc')}.grad = None",
-            f"grad_of({draw.choice('bc')}).add_(rank)"]])
-        count = passes if op == "fl.Sum" or passes > 1 else draw.choice([1, 1, 2, 3])
-        skips = f" @ rank != {draw.randint(0, 1)}" if count == 1 and draw.random() < 0.3 else ""
-        verbs = ["back", "apart"] if may_keep and passes == 1 else ["back"]  # one within no_sync() is none of a window
-        text += [f"{draw.choice(verbs if i + 1 < count else verbs[:1])} {loss()}{skips}" for i in range(count)]
-        text += ["step"] if skips else draw.choice([["step"], ["end", "step"], ["end",
-        "b.grad.mul_(2) @ b.grad is not None",
-                 "with opt.skip_synchronize(): opt.step()"]])  # fmt: skip
-    return Program(f"drawn by {seed}", "; ".join(text), leaves=", ".join(leaves), arguments=", ".join(arguments),
-    steps=1,
-                   make=functools.partial(torch.optim.SGD, lr=0.125))  # fmt: skip
-
-
-@pytest.mark.parametrize("job", [Job(size, complete) for size in (2, 3) for complete in ("backward", "step")], ids=str)
-def test_programs_that_are_drawn(job):
-    """FARANDOLE_TEST_GRAPHS says how many; FARANDOLE_TEST_SEED, which."""
-    for seed in range(SEED, SEED + int(os.environ.get("FARANDOLE_TEST_GRAPHS", "100")) // 10):
-        program = drawn(seed)
-        print(program)  # pytest shows it if it fails
-        run(program, job)
+    job.run(body)

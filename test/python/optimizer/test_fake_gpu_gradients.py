@@ -7,7 +7,6 @@ import gc
 import pathlib
 import random
 import time
-import types
 import weakref
 from dataclasses import replace
 
@@ -16,8 +15,6 @@ import torch
 
 import farandole.torch as fl
 import test_contract
-import test_gradient_memory
-import test_state
 from contract import SEED, of_all, run
 from fake_gpu import needs_fake_gpu, pose, read_by_the_host, reading
 from farandole import basics
@@ -26,6 +23,7 @@ from farandole.torch import _library as torch_library
 from jobs import Job
 from models import parameter
 from ranks import count_events, run_threads
+from test_state import go_on_like_the_root
 
 pytestmark = [
     needs_fake_gpu,
@@ -44,48 +42,20 @@ def _on_gpus():
         yield from read_by_the_host(gpus)
 
 
-def _of_two(mark):
-    """A parametrization over jobs or sizes, for two ranks alone."""
-    if mark.args[:1] == ("job",):
-        jobs = [job for job in mark.args[1] if job.size == 2]
-        return pytest.mark.parametrize("job", jobs, ids=lambda job: job.complete).mark
-    return pytest.mark.parametrize("size", [2]).mark if mark.args[:1] == ("size",) else mark
-
-
-def _on_two_gpus(test, module):
-    """The test of ranks in host memory, for two ranks with a fake GPU each."""
-    copy = types.FunctionType(
-        test.__code__, test.__globals__, test.__name__, test.__defaults__, test.__closure__
-    )
-    copy.__kwdefaults__ = test.__kwdefaults__
-    marks = [_of_two(mark) for mark in getattr(test, "pytestmark", [])]
-    copy.pytestmark = [*_marks_of(module), *marks, pytest.mark.once.mark, pytest.mark.usefixtures("_on_gpus").mark]
-    return copy
-
-
-def _marks_of(module):
-    marks = getattr(module, "pytestmark", [])
-    return [mark.mark for mark in (marks if isinstance(marks, list) else [marks])]
-
-
-def _starts_mpirun(test):
-    return any(mark.name == "mpi" for mark in getattr(test, "pytestmark", []))
-
-
-for _module in (test_gradient_memory, test_state):
-    for _name, _test in vars(_module).copy().items():
-        if _name.startswith("test_") and callable(_test) and not _starts_mpirun(_test):
-            globals()[_name] = _on_two_gpus(_test, _module)
-
-
 draw = random.Random(SEED)
 
 
 @of_all([replace(each, sizes=(2,), completes=(draw.choice(each.completes),)) for each in test_contract.PROGRAMS
-         if "fl.Compression" not in each.arguments])  # fmt: skip
+         if "fl.Compression" not in each.arguments and "Aside" not in each.text + each.first])  # fmt: skip
 @pytest.mark.once
 def test_the_contract(program, job, _on_gpus):
     run(program, job)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("case", ["Adam", "SparseAdam", "LBFGS"])
+def test_all_ranks_go_on_bitwise_like_the_root(case, _on_gpus):
+    go_on_like_the_root(case, (2, 3, 1))
 
 
 class Late(torch.autograd.Function):

@@ -5,12 +5,13 @@ import weakref
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import farandole.torch as fl
 from jobs import Job, on_several
 from models import parameter
-from ranks import count_events, run_threads
+from ranks import count_events, run_forked, run_threads
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:optimizer.step.. called without"),
@@ -147,3 +148,43 @@ def test_a_clean_sparse_gradient_is_released_after_its_round(job):
         return clean() is None
 
     assert job.run(body) == [True] * job.size
+
+
+def ordinary_model():
+    torch.manual_seed(1)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Flatten(),
+        torch.nn.Linear(4 * 36, 32), torch.nn.LayerNorm(32), torch.nn.Linear(32, 8),
+        torch.nn.Unflatten(1, (2, 4)), torch.nn.LSTM(4, 4),
+    )  # fmt: skip
+
+
+def copies_of_a_pass(model, optimizer, data):
+    """How often ``backward()`` copies a tensor, after the order of gradients is known."""
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(data)[0].square().sum().backward()
+    optimizer.zero_grad()
+    loss = model(data)[0].square().sum()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        loss.backward()
+    return sum(e.count for e in profiler.key_averages() if e.key in ("aten::clone", "aten::copy_"))
+
+
+def test_an_ordinary_model_pays_no_copy():
+    """In one process: the profiler is one for all threads."""
+    code = """
+import sys, torch
+import farandole.torch as fl
+from test_gradient_costs import copies_of_a_pass, ordinary_model
+fl.init()
+counts = []
+for wraps in (False, True):
+    model = ordinary_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if wraps:
+        optimizer = fl.DistributedOptimizer(optimizer, model.named_parameters())
+    counts.append(copies_of_a_pass(model, optimizer, torch.ones(3, 1, 8, 8)))
+tell(counts[1] - counts[0])
+"""
+    assert run_forked(2, code) == ["0", "0"]

@@ -51,29 +51,6 @@ def test_a_closure_after_a_backward_pass_finds_its_round_complete(job):
     assert results == [results[0]] * job.size
 
 
-@on_several
-def test_an_instances_own_zero_grad_is_called_and_comes_back(job):
-    def body(rank):
-        p = parameter(1.0)
-        plain = torch.optim.SGD([p], lr=1.0)
-        calls = []
-
-        def zero_grad(set_to_none=True):
-            calls.append(set_to_none)
-            type(plain).zero_grad(plain, set_to_none)
-
-        plain.zero_grad = zero_grad
-        optimizer = job.wrap(plain, [("p", p)])
-        (p * rank).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-        assert calls == [False] and p.grad.item() == 0
-        fl.unwrap(optimizer)
-        assert optimizer.zero_grad is zero_grad
-
-    job.run(body)
-
-
 @pytest.mark.parametrize("size", [2, 3])
 def test_step_and_zero_grad_in_a_hook_after_each_gradient(size):
     """An optimizer for each parameter, stepped as soon as its gradient is there."""

@@ -30,15 +30,22 @@ def step(job, optimizer, parameter, grad) -> torch.Tensor:
 
 
 @on_several
-def test_what_is_left_out_comes_later(job):
-    """The mean of many steps nears the mean gradient; without the residual the error would stay."""
-    steps = 60
+@pytest.mark.parametrize("changes", [False, True])
+def test_what_is_left_out_comes_later(job, changes):
+    """The mean of many steps nears the mean gradient; without the residual the error would stay.
+
+    Another parameter may change meanwhile: it is redefined, for which all ranks meet.
+    """
 
     def body(rank):
-        p = torch.nn.Parameter(torch.zeros(ROWS, COLUMNS))
-        optimizer = job.sgd(p, compression=fl.PowerSGD(rank=2))
-        taken = [step(job, optimizer, p, gradient(rank)) for _ in range(steps)]
-        return taken[0], sum(taken) / steps
+        p, other = torch.nn.Parameter(torch.zeros(ROWS, COLUMNS)), torch.nn.Parameter(torch.zeros(3))
+        optimizer = job.sgd(p, other, compression=fl.PowerSGD(rank=2))
+        taken = []
+        for i in range(60):
+            if changes:
+                other.data, other.grad = torch.zeros(3 + i), None
+            taken.append(step(job, optimizer, p, gradient(rank)))
+        return taken[0], sum(taken) / len(taken)
 
     mean = sum(map(gradient, range(job.size))) / job.size
     for first, many in job.run(body):
@@ -74,19 +81,6 @@ def test_fewer_bytes_travel(job):
 
     for travelled in job.run(body):
         assert 4 * 2 * 700 <= travelled < 4 * 400 * 300 / 10
-
-
-@on_several
-def test_a_convolution_in_half_precision_keeps_shape_and_dtype(job):
-    def body(rank):
-        p = torch.nn.Parameter(torch.zeros(32, 16, 3, 3, dtype=torch.bfloat16))
-        optimizer = job.sgd(p, compression=fl.PowerSGD(rank=1))
-        grad = step(job, optimizer, p, gradient(rank, (32, 16, 3, 3)).bfloat16())
-        return grad.shape, grad.dtype, grad.abs().sum().item()
-
-    for shape, dtype, total in job.run(body):
-        assert (shape, dtype) == ((32, 16, 3, 3), torch.bfloat16)
-        assert total > 0
 
 
 @on_several
@@ -147,23 +141,3 @@ def test_the_host_does_not_wait_for_the_device_to_tell_what_is_finite():
         codec.unpack(codec.pack(gradient(0)))
         result = codec.finish(codec.second())
     torch.testing.assert_close(result + codec._left, gradient(0))
-
-
-@on_several
-def test_what_is_left_out_of_one_stays_when_another_parameter_changes(job):
-    """An odd one out is redefined, for which all ranks meet; the mean of many steps nears the gradient all the same."""
-    steps = 40
-
-    def body(rank):
-        p, other = torch.nn.Parameter(torch.zeros(ROWS, COLUMNS)), torch.nn.Parameter(torch.zeros(3))
-        optimizer = job.sgd(p, other, compression=fl.PowerSGD(rank=2))
-        taken = []
-        for i in range(steps):
-            other.data = torch.zeros(3 + i)
-            other.grad = None
-            taken.append(step(job, optimizer, p, gradient(rank)))
-        return sum(taken) / steps
-
-    mean = sum(map(gradient, range(job.size))) / job.size
-    for many in job.run(body):
-        assert (many - mean).norm() < 0.35 * mean.norm()

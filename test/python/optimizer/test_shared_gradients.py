@@ -1,6 +1,5 @@
 """Gradients that autograd makes in memory of the ranks together, where they are reduced without a copy."""
 
-import copy
 import gc
 
 import pytest
@@ -9,8 +8,6 @@ from torch import nn
 
 import farandole.torch as fl
 from farandole.torch.optimizer import _gradient_memory
-from jobs import on_several
-from models import OPTIMIZERS, Branched, train_alone
 from ranks import run_forked, run_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:optimizer.step.. called without")
@@ -21,69 +18,6 @@ LARGE = 100_000  # elements: too many for a reduction of small messages
 def ones(count=LARGE):
     """A weight whose gradients are large."""
     return nn.Parameter(torch.ones(count))
-
-
-@on_several
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_gives_the_weights_of_one_process(job, name):
-    make, model = OPTIMIZERS[name], Branched()
-    _, expected = train_alone(copy.deepcopy(model), make, job.size, steps=4)
-
-    for weights in job.train(make, model, lambda step: step != 2, share_gradients=True):
-        torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-12)
-
-
-@on_several
-def test_who_keeps_a_gradient_keeps_its_values(job):
-    def body(rank):
-        p = ones()
-        optimizer = job.sgd(p, share_gradients=True)
-        kept = []
-        for step in range(4):
-            optimizer.zero_grad()
-            (p * (rank + step)).sum().backward()
-            optimizer.step()
-            kept.append(p.grad)
-        for step, gradient in enumerate(kept):
-            assert gradient.eq(job.mean_rank + step).all()
-
-    job.run(body)
-
-
-@on_several
-def test_what_else_has_a_gradients_size_may_be_in_its_block(job):
-    """The gradient of each activation has the size of a weight's."""
-
-    def body(rank, shares):
-        model = nn.Sequential(*(nn.Linear(200, 200, bias=False) for _ in range(4)))
-        with torch.no_grad():
-            for i, p in enumerate(model.parameters()):
-                p.copy_(torch.linspace(-0.1, 0.1, p.numel()).roll(7 * i).view_as(p))
-        optimizer = job.wrap(torch.optim.SGD(model.parameters(), lr=1e-3), share_gradients=shares)
-        x = torch.linspace(-1, 1, 200 * 200).roll(rank).view(200, 200)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-        assert all(p.isfinite().all() for p in model.parameters())
-        return [p.detach() for p in model.parameters()]
-
-    for plain, shared in zip(job.run(lambda r: body(r, False)), job.run(lambda r: body(r, True)), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(plain, shared, strict=True))
-
-
-@on_several
-def test_ranks_may_differ_in_it(job):
-    def body(rank):
-        p = ones()
-        optimizer = job.sgd(p, share_gradients=rank == 0)
-        for step in range(3):
-            optimizer.zero_grad()
-            (p * (rank + step)).sum().backward()
-            optimizer.step()
-            assert p.grad.eq(job.mean_rank + step).all()
-
-    job.run(body)
 
 
 def test_without_the_optimizer_gradients_stay_and_new_ones_are_made_elsewhere():

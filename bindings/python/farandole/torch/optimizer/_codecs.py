@@ -132,6 +132,9 @@ class Compressed:
         # What was compressed must survive: it may be the gradient itself.
         return wire.clone() if _library.shares_memory(grad, wire) else wire
 
+    def pack_absent(self) -> None:
+        """Nothing travels where this rank has no gradient."""
+
     def unpack(self, wire: torch.Tensor) -> torch.Tensor:
         """The decompressed result."""
         result: torch.Tensor = self._compression.decompress(wire, self._context)

@@ -79,13 +79,17 @@ class LowRank:
             self._matrix = matrix.clone() if self._left is None else matrix + self._left
             return self._matrix @ self._q
 
+    def pack_absent(self) -> torch.Tensor:
+        """P where this rank has no gradient: of zeros, and of what earlier rounds left out."""
+        return self.pack(torch.zeros(self._shape, device=self._device))
+
     def unpack(self, wire: torch.Tensor) -> torch.Tensor:
         """Takes the averaged P; zeros, in whose place :class:`LowRankExchange` puts the result."""
         self._p = torch.linalg.qr(wire)[0]
         return torch.zeros(self._shape, dtype=self._dtype, device=self._device)
 
     def second(self) -> torch.Tensor:
-        """Q of this rank; zeros where it had no gradient."""
+        """Q of this rank; zeros where it sent nothing, as of a sparse gradient."""
         if self._matrix is None:
             return torch.zeros_like(self._q)
         with torch.autocast(self._device.type, enabled=False):

@@ -466,12 +466,16 @@ class GradientReducer:
         """What travels of a gradient that cannot be sent where it lies; None: nothing.
 
         Made in ``stream``, or the current one. The memory stays alive until :meth:`receive`. A sparse
-        gradient that is not to be densified is kept in ``slot.sparse``.
+        gradient that is not to be densified is kept in ``slot.sparse``. Without a gradient a codec may
+        have something to send all the same.
         """
         if stream is not None and self._default_device.context is not None:
             with self._default_device.context.using(stream):
                 return self.pack(slot, None)
         self.check_look(slot)
+        if slot.parameter.grad is None:
+            left: torch.Tensor | None = slot.codec.pack_absent()
+            return left
         memory: torch.Tensor = self.gradients.own_memory(slot)
         if memory.layout is not torch.strided:
             slot.sparse = memory
