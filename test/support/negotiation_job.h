@@ -33,6 +33,7 @@ class JobRank : public NegotiationListener, private DetectorListener {
 
   void SendUp(int parent, const UpMessage& message) override { Put(up, up_used, parent, message); }
   void SendDown(int child, const DownMessage& message) override {
+    if (message.type == DownType::kWhoWaits) ++questions;
     Put(down, down_used, child, message);
   }
   void OnWork(const WorkDecision& work) override {
@@ -42,6 +43,7 @@ class JobRank : public NegotiationListener, private DetectorListener {
     plans = static_cast<int>(work.plans.size());
     rows.assign(work.keys.front().rows.begin(), work.keys.front().rows.end());
     if (!log_works) return;
+    running.push_back(work.number);
     absent.assign(work.keys.front().absent.begin(), work.keys.front().absent.end());
     skipped = *work.keys.front().skipped;
     mine = work.keys.front().mine;
@@ -61,11 +63,12 @@ class JobRank : public NegotiationListener, private DetectorListener {
   }
   void OnStallShutdown(const Status& error) override {
     shutdowns.push_back(error.message());
-    failed = error.facts();
+    failed = error;
   }
   bool IsBlocked() const override { return is_blocked; }
+  bool KnowsAllThreads() const override { return knows_all_threads; }
   bool AskActivity(std::vector<uint64_t>, int64_t) override {
-    is_asked = true;
+    ++asked;
     return tells_activity;
   }
   std::optional<Activity> FindActivity(int64_t) override { return activity; }
@@ -87,7 +90,8 @@ class JobRank : public NegotiationListener, private DetectorListener {
   int works = 0;
   int64_t number = 0;
   int keys = 0;
-  int plans = 0;  // that came with it
+  int plans = 0;                 // that came with it
+  std::vector<int64_t> running;  // numbers, of which the test says when they are done
   bool log_works = true;
   std::vector<RankMask> absent;
   std::vector<int64_t> rows;
@@ -101,10 +105,12 @@ class JobRank : public NegotiationListener, private DetectorListener {
   bool shut_down = false;
   std::vector<std::string> reports;
   std::vector<std::string> shutdowns;
-  FailureFacts failed;  // of the last of them
+  Status failed;  // the last of them
   bool is_blocked = false;
   bool tells_activity = false;
-  bool is_asked = false;
+  bool knows_all_threads = true;
+  int asked = 0;      // what its program does
+  int questions = 0;  // it asked who waits
   std::optional<Activity> activity;
 };
 

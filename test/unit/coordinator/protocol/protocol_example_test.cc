@@ -88,14 +88,6 @@ std::string Text(const DownMessage& message) {
   return text;
 }
 
-/// Remembers what runs.
-class ExampleRank final : public JobRank {
- public:
-  using JobRank::JobRank;
-  void OnWork(const WorkDecision& work) override { running.push_back(work.number); }
-  std::vector<int64_t> running;
-};
-
 /// The four ranks of the example. Ranks 0 and 1 share a host, and ranks 2 and 3 another.
 class ProtocolExample : public testing::Test {
  protected:
@@ -105,11 +97,11 @@ class ProtocolExample : public testing::Test {
     options.parent = MakeTree(std::vector<int>{0, 0, 1, 1});
     options.planes = {0, 0};
     for (options.rank = 0; options.rank < options.size; ++options.rank) {
-      ranks_.push_back(std::make_unique<ExampleRank>(options));
+      ranks_.push_back(std::make_unique<JobRank>(options));
     }
   }
 
-  ExampleRank& At(int rank) { return *ranks_[static_cast<size_t>(rank)]; }
+  JobRank& At(int rank) { return *ranks_[static_cast<size_t>(rank)]; }
 
   void Submit(int rank, int64_t count) {
     Negotiation& negotiation = At(rank).negotiation;
@@ -146,7 +138,7 @@ class ProtocolExample : public testing::Test {
 
  private:
   std::string Deliver(int from) {
-    ExampleRank& rank = At(from);
+    JobRank& rank = At(from);
     for (const int64_t number : std::exchange(rank.running, {})) {
       rank.negotiation.BatchDone(number, 0);
     }
@@ -166,7 +158,7 @@ class ProtocolExample : public testing::Test {
     return lines;
   }
 
-  std::vector<std::unique_ptr<ExampleRank>> ranks_;
+  std::vector<std::unique_ptr<JobRank>> ranks_;
 };
 
 TEST_F(ProtocolExample, ATensorIsUsedForTheFirstSecondAndThirdTime) {
