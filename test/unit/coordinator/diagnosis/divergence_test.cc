@@ -12,60 +12,52 @@ KeyName Named(const std::string& name, uint32_t set = kGlobalSet) {
   return {set, OpKind::kAllreduce, name};
 }
 
-bool Everybody(const KeyName&, int32_t) { return true; }
-
 using Positions = std::vector<size_t>;
 
-TEST(CannotGoOn, TwoThatWaitForDifferentKeysAreStuck) {
-  const std::vector<WaitingRanks> waiting = {{{0}, {Named("a")}}, {{1, 2}, {Named("b")}}};
-  EXPECT_EQ(CannotGoOn(waiting, Everybody), (Positions{0, 1}));
-}
+struct Row {
+  const char* why;
+  std::vector<WaitingRanks> waiting;
+  bool (*is_awaited)(const KeyName&, int32_t);
+  Positions stuck;
+};
 
-TEST(CannotGoOn, ARankThatMaySubmitSavesThoseThatNeedNobodyElse) {
-  // Rank 2 is not among them: both wait for it alone.
-  const std::vector<WaitingRanks> waiting = {{{0, 1}, {Named("a")}}};
-  EXPECT_EQ(CannotGoOn(waiting, Everybody), Positions());
-}
+const auto kEverybody = [](const KeyName&, int32_t) { return true; };
 
-TEST(CannotGoOn, ARankThatMaySubmitDoesNotSaveThoseThatNeedOneAnother) {
-  const std::vector<WaitingRanks> waiting = {{{0}, {Named("a")}}, {{1}, {Named("b")}}};
-  EXPECT_EQ(CannotGoOn(waiting, Everybody), (Positions{0, 1}));  // rank 2 computes
-}
+const Row kRows[] = {
+    {"two wait for different keys",
+     {{{0}, {Named("a")}}, {{1, 2}, {Named("b")}}},
+     kEverybody,
+     {0, 1}},
+    {"both wait for rank 2 alone, which may submit", {{{0, 1}, {Named("a")}}}, kEverybody, {}},
+    {"rank 2 computes, but the others need one another",
+     {{{0}, {Named("a")}}, {{1}, {Named("b")}}},
+     kEverybody,
+     {0, 1}},
+    {"one key that can be decided is enough",
+     {{{0}, {Named("a"), Named("b")}}, {{1}, {Named("b")}}},
+     kEverybody,
+     {}},
+    {"rank 2 waits for rank 1, which will have ended what it has in common with rank 0",
+     {{{0}, {Named("a")}}, {{1}, {Named("a")}}, {{2}, {Named("c")}}},
+     [](const KeyName& key, int32_t rank) { return key.name == "a" ? rank < 2 : rank > 0; },
+     {}},
+    {"ranks outside of the set and joined ones are not missing",
+     {{{0}, {Named("a", 1)}}, {{1}, {Named("b", 2)}}},
+     [](const KeyName&, int32_t) { return false; },
+     {}},
+    {"a cycle over sets: n holds ranks n - 1 and n mod 3",
+     {{{0}, {Named("x", 1)}}, {{1}, {Named("y", 2)}}, {{2}, {Named("z", 3)}}},
+     [](const KeyName& key, int32_t rank) {
+       const auto set = static_cast<int32_t>(key.set);
+       return rank == set - 1 || rank == set % 3;
+     },
+     {0, 1, 2}},
+    {"rank 1 may go on", {{{0}, {Named("a")}}, {{1}, {Named("b")}, true}}, kEverybody, {}},
+};
 
-TEST(CannotGoOn, OneKeyThatCanBeDecidedIsEnough) {
-  const std::vector<WaitingRanks> waiting = {{{0}, {Named("a"), Named("b")}}, {{1}, {Named("b")}}};
-  EXPECT_EQ(CannotGoOn(waiting, Everybody), Positions());
-}
-
-TEST(CannotGoOn, WhoGoesOnFreesOthers) {
-  // Ranks 0 and 1 have "a" in common; rank 2 waits for rank 1, which will have ended "a".
-  const std::vector<WaitingRanks> waiting = {
-      {{0}, {Named("a")}}, {{1}, {Named("a")}}, {{2}, {Named("c")}}};
-  const auto is_awaited = [](const KeyName& key, int32_t rank) {
-    return key.name == "a" ? rank < 2 : rank > 0;
-  };
-  EXPECT_EQ(CannotGoOn(waiting, is_awaited), Positions());
-}
-
-TEST(CannotGoOn, RanksOutsideOfTheSetAndJoinedOnesAreNotMissing) {
-  const std::vector<WaitingRanks> waiting = {{{0}, {Named("a", 1)}}, {{1}, {Named("b", 2)}}};
-  EXPECT_EQ(CannotGoOn(waiting, [](const KeyName&, int32_t) { return false; }), Positions());
-}
-
-TEST(CannotGoOn, ACycleOverSetsIsStuck) {
-  const std::vector<WaitingRanks> waiting = {
-      {{0}, {Named("x", 1)}}, {{1}, {Named("y", 2)}}, {{2}, {Named("z", 3)}}};
-  // Set n holds ranks n - 1 and n mod 3.
-  const auto is_awaited = [](const KeyName& key, int32_t rank) {
-    const auto set = static_cast<int32_t>(key.set);
-    return rank == set - 1 || rank == set % 3;
-  };
-  EXPECT_EQ(CannotGoOn(waiting, is_awaited), (Positions{0, 1, 2}));
-}
-
-TEST(CannotGoOn, WhoMayGoOnIsNotStuck) {
-  const std::vector<WaitingRanks> waiting = {{{0}, {Named("a")}}, {{1}, {Named("b")}, true}};
-  EXPECT_EQ(CannotGoOn(waiting, Everybody), Positions());
+TEST(CannotGoOn, FindsWhoIsStuck) {
+  for (const Row& row : kRows)
+    EXPECT_EQ(CannotGoOn(row.waiting, row.is_awaited), row.stuck) << row.why;
 }
 
 WaitingRanks InOrder(int32_t rank, const std::vector<std::string>& names) {

@@ -265,13 +265,15 @@ DownMessage& As(DownMessage& m, DownType type, OpKind kind = OpKind::kAllreduce,
 }
 /// About "x".
 DownMessage& X(DownMessage& m, DownType type) { return As(m, type, OpKind::kAllreduce, "x"); }
-void AddSet(DownMessage& m, std::vector<int32_t> ranks, OpKind kind = OpKind::kAddSet,
-            const char* name = "add") {
-  As(m, DownType::kAddSet, kind, name).set = 1;
-  m.ranks = std::move(ranks);
+template <class... Ranks>
+DownMessage& AddSet(DownMessage& m, Ranks... ranks) {
+  As(m, DownType::kAddSet, OpKind::kAddSet, "add").set = 1;
+  m.ranks = {ranks...};
+  return m;
 }
-void Absent(DownMessage& m, const std::vector<int32_t>& ranks, uint64_t word = 1) {
-  for (const int32_t rank : ranks) Item(m).absent.push_back({rank, Bits(word)});
+template <class... Ranks>
+void Absent(DownMessage& m, Ranks... ranks) {
+  for (const int32_t rank : {ranks...}) Item(m).absent.push_back({rank, Bits(1)});
 }
 int64_t OfLevel(int level) { return (int64_t{level} << kNumberLevelBit) + 1; }
 
@@ -292,39 +294,25 @@ constexpr Bad<DownMessage> kBadDecisions[] = {
     {[](auto& m) { Item(m).bind = 65'536; }, "id 65536 cannot be bound"},
     {[](auto& m) { m.items.push_back(m.items.front()); }, "decided twice at once"},
     {[](auto& m) { Item(m).key.name = "y"; }, "decided but not submitted"},
-    {[](auto& m) { Absent(m, {9}); }, "absent rank 9 is no member"},
-    {[](auto& m) {
-       Absent(m, {3, 2});
-     },
+    {[](auto& m) { Absent(m, 9); }, "absent rank 9 is no member"},
+    {[](auto& m) { Absent(m, 3, 2); },
      "absent rank 2 is no member of the process set, or out of order"},
-    {[](auto& m) { Absent(m, {2}, 4); }, "absent beyond the last tensor"},
+    {[](auto& m) { Absent(m, 2), Item(m).absent[0].mask = Bits(4); },
+     "absent beyond the last tensor"},
     {[](auto& m) { Item(m).skipped = Bits(4); }, "beyond the last is skipped"},
-    {[](auto& m) { Absent(m, {1}); }, "other contributions of rank 1"},
+    {[](auto& m) { Absent(m, 1); }, "other contributions of rank 1"},
     {[](auto& m) { Item(m).key.name = "a"; }, "other contributions of rank 1"},
     {[](auto& m) { X(m, DownType::kQuery).set = 7; }, "process set number 7"},
     {[](auto& m) { X(m, DownType::kQuery).key.set = 7; }, "not that key's"},
     {[](auto& m) { X(m, DownType::kRefuse); }, "refused with code 0"},
     {[](auto& m) { X(m, DownType::kRefuse).set = 1; }, "refused or skipped in another process set"},
-    {[](auto& m) {
-       AddSet(m, {2, 0});
-     },
-     "expected ascending ranks below 4"},
-    {[](auto& m) {
-       AddSet(m, {0, 4});
-     },
-     "expected ascending ranks below 4"},
-    {[](auto& m) { AddSet(m, {}); }, "expected ascending ranks below 4"},
-    {[](auto& m) {
-       AddSet(m, {0, 3});
-     },
+    {[](auto& m) { AddSet(m, 2, 0); }, "expected ascending ranks below 4"},
+    {[](auto& m) { AddSet(m, 0, 4); }, "expected ascending ranks below 4"},
+    {[](auto& m) { AddSet(m); }, "expected ascending ranks below 4"},
+    {[](auto& m) { AddSet(m, 0, 3); },
      "decided for ranks 0, 3, but this rank submitted ranks 0, 2"},
-    {[](auto& m) {
-       AddSet(m, {0, 2}), m.planes.resize(3);
-     },
-     "with 3 data planes"},
-    {[](auto& m) {
-       AddSet(m, {0, 2}, OpKind::kAllreduce, "x");
-     },
+    {[](auto& m) { AddSet(m, 0, 2).planes.resize(3); }, "with 3 data planes"},
+    {[](auto& m) { AddSet(m, 0, 2).key = Decided("x").items[0].key; },
      "process set 1 is changed by allreduce \"x\""},
     {[](auto& m) { As(m, DownType::kRemoveSet, OpKind::kRemoveSet, "set 0"); },
      "process set 0 cannot be removed"},
@@ -355,22 +343,18 @@ TEST(Negotiation, RefusesBadDecisionsByNameBeforeAnythingRuns) {
   }
 }
 
-TEST(Negotiation, RefusesABroadcastFromAStrangerToARankThatHasJoined) {
+TEST(Negotiation, RefusesWorkThatCountsOnARankThatHasJoinedAndABroadcastFromAStrangerToIt) {
   Node node(1, {-1, 0});
   ASSERT_TRUE(node.negotiation.Join().ok());
   DownMessage message = Decided("x");
+  EXPECT_THAT(node.negotiation.ReceiveDown(0, message).message(),
+              HasSubstr("decided with rank 1, which has joined"));
+  message.number = 6;
   message.items[0].key.kind = OpKind::kBroadcast;
   message.items[0].signature = OfKind(OpKind::kBroadcast);
   message.items[0].signature.root = 2;
   message.items[0].absent = {{1, Bits(1)}};
   EXPECT_THAT(node.negotiation.ReceiveDown(0, message).message(), HasSubstr("root rank 2"));
-}
-
-TEST(Negotiation, RefusesWorkThatCountsOnARankThatHasJoined) {
-  Node node(1, {-1, 0});
-  ASSERT_TRUE(node.negotiation.Join().ok());
-  EXPECT_THAT(node.negotiation.ReceiveDown(0, Decided("x")).message(),
-              HasSubstr("decided with rank 1, which has joined"));
 }
 
 UpMessage& As(UpMessage& m, UpType type, int64_t number = 0) {
@@ -379,8 +363,8 @@ UpMessage& As(UpMessage& m, UpType type, int64_t number = 0) {
   return m;
 }
 Signature& First(UpMessage& m) { return m.keys[0].signatures[0].signature; }
-void Add(std::vector<RankMask>& masks, const std::vector<int32_t>& ranks, uint64_t word = 1) {
-  for (const int32_t rank : ranks) masks.push_back({rank, Bits(word)});
+void Add(std::vector<RankMask>& masks, int32_t rank, uint64_t word = 1) {
+  masks.push_back({rank, Bits(word)});
 }
 
 constexpr Bad<UpMessage> kBadVotes[] = {
@@ -393,15 +377,11 @@ constexpr Bad<UpMessage> kBadVotes[] = {
        m.keys[0].signatures = {{kNoId, Tensors(1), {1}}, {kNoId, Tensors(2), {3}}};
      },
      "a signature of a rank not in the branch"},
-    {[](auto& m) { Add(m.keys[0].absent, {3}); }, "a mask of a rank not in the branch"},
-    {[](auto& m) {
-       Add(m.keys[0].absent, {2, 2});
-     },
+    {[](auto& m) { Add(m.keys[0].absent, 3); }, "a mask of a rank not in the branch"},
+    {[](auto& m) { Add(m.keys[0].absent, 2), Add(m.keys[0].absent, 2); },
      "a list of ranks that does not ascend"},
-    {[](auto& m) { Add(m.keys[0].clean, {2}, 4); }, "a mask beyond the last tensor"},
-    {[](auto& m) {
-       m.keys[0].failed.push_back({0, "no"});
-     },
+    {[](auto& m) { Add(m.keys[0].clean, 2, 4); }, "a mask beyond the last tensor"},
+    {[](auto& m) { m.keys[0].failed.emplace_back().rank = 0; },
      "a failure of a rank not in the branch"},
     {[](auto& m) { m = Up(UpType::kJoin, 3); }, "not in the branch"},
     {[](auto& m) { As(m, UpType::kStall).key.set = 7; }, "a stall in an unknown process set"},
@@ -557,7 +537,7 @@ TEST(Negotiation, AnswersMutatedDecisionsWithAStatus) {
   message.items.push_back(Decided("a").items[0]);
   message.items[1].absent = {{1, Bits(1)}, {2, Bits(1)}};
   seeds.push_back(BytesOf(message));
-  AddSet(message, {0, 2});
+  AddSet(message, 0, 2);
   message.planes = {0, 0};
   seeds.push_back(BytesOf(message));
   seeds.push_back(BytesOf(X(message, DownType::kQuery)));
