@@ -54,6 +54,7 @@ namespace farandole {
 namespace {
 
 constexpr int64_t kPatienceNs = 30 * kNsPerSecond;
+constexpr auto kWatchNobody = [](int, pid_t) {};
 
 // What every check gets.
 struct Bench {
@@ -636,7 +637,7 @@ bool RunCases(Transport& transport, std::span<const TransportCase> cases,
 Result<HostGroup> ShareOn(int hosts, Transport& transport, FutexDoorbell& bell,
                           std::vector<int>& host) {
   for (int rank = 0; rank < transport.size(); ++rank) host.push_back(rank % hosts);
-  Result<HostGroup> shared = ShareMemory(transport, host, bell, kPatienceNs);
+  Result<HostGroup> shared = ShareMemory(transport, host, bell, kWatchNobody, kPatienceNs);
   if (shared.ok() && !shared.value().failure.empty()) return Internal(shared.value().failure);
   return shared;
 }
@@ -667,7 +668,7 @@ bool RunHierarchicalChecks(const Bench& mpi) {
   const std::vector<int> hosts = HostsPlayed(mpi.size());
   const char* const over = "hierarchical";
   FutexDoorbell bell;
-  const Result<HostGroup> shared = ShareMemory(mpi.transport, hosts, bell, kPatienceNs);
+  const Result<HostGroup> shared = ShareMemory(mpi.transport, hosts, bell, kWatchNobody, kPatienceNs);
   if (!shared.ok()) return Report(mpi.rank(), over, "ShareMemory", shared.status().ToString());
   const std::string& failure = shared.value().failure;
   if (!failure.empty()) return Report(mpi.rank(), over, "ShareMemory", failure);

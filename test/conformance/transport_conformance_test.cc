@@ -11,6 +11,8 @@
 #include "coordinator/control/in_process.h"
 #include "coordinator/control/rendezvous.h"
 #include "coordinator/control/share_memory.h"
+#include "coordinator/liveness/peer_watch.h"
+#include "coordinator/liveness/table.h"
 #include "core/clock.h"
 #include "test/conformance/transport_cases.h"
 
@@ -31,14 +33,17 @@ class TransportConformance : public testing::TestWithParam<Parameter> {
   Status Run(InProcessHub& hub, int rank) {
     std::unique_ptr<Transport> transport = hub.Create(rank, nullptr);
     FutexDoorbell bell;
+    LivenessTable liveness;
+    PeerWatch peers(liveness);
+    const auto watch = [&](int peer, pid_t pid) { (void)peers.Add(peer, pid); };
     HostGroup shared;
     if (GetParam().hosts > 0) {
       std::vector<int> host;
       for (int r = 0; r < GetParam().ranks; ++r) host.push_back(r % GetParam().hosts);
-      shared = ShareMemory(*transport, host, bell, 60 * kNsPerSecond).value();
+      shared = ShareMemory(*transport, host, bell, watch, 60 * kNsPerSecond).value();
       if (!shared.failure.empty()) return Internal(shared.failure);
       if (shared.memory != nullptr) {
-        transport = MakeHostTransport(std::move(transport), shared.memory, shared.peers.get());
+        transport = MakeHostTransport(std::move(transport), shared.memory, &liveness);
         transport->SetNeighbours(Neighbours(MakeTree(host), rank));
       }
     }

@@ -28,10 +28,11 @@ def test_the_tests_that_reliability_names_are_there():
     text = (root / "docs" / "reliability.md").read_text()
     python, compiled = (set(re.findall(pattern, text)) for pattern in (r"`(test_\w+)::(\w+)`", r"`([A-Z]\w+)\.(\w+)`"))
     files = {file.stem: file.read_text() for file in (root / "test" / "python").rglob("test_*.py")}
-    sources = "".join(file.read_text() for file in (root / "test").rglob("*_test.cc"))
+    files_of_cases = [*(root / "test").rglob("*_test.cc"), *(root / "test" / "unit").rglob("*.txt")]
+    sources = "".join(file.read_text() for file in files_of_cases)
     assert len(python) > 30 and len(compiled) > 5
     assert [one for one in python if f"def {one[1]}(" not in files.get(one[0], "")] == []
-    assert [one for one in compiled if not re.search(rf"TEST\w*\({one[0]}, {one[1]}\)", sources)] == []
+    assert [one for one in compiled if not re.search(rf"TEST\w*\({one[0]}, {one[1]}\)|## {one[1]}\b", sources)] == []
 
 
 def test_the_drawings_are_those_that_their_script_makes_of_the_figures_on_the_page():

@@ -17,6 +17,7 @@
 namespace farandole::simulation {
 namespace {
 
+constexpr int kRanks = 10'000;
 /// TCP between hosts at 10 Gbit/s: a system call for each message at either end.
 constexpr Link kTcp{.latency = 30'000, .overhead = 10'000, .per_byte = 0.8};
 /// Of rank 0 for each rank that joins: accept, 3 receives, 3 sends, close.
@@ -85,7 +86,6 @@ double PassDown(int ranks, double bytes, double decode_ns, double copy_ns) {
 }
 
 TEST(JoinModel, TenThousandRanksJoinWithin2Seconds) {
-  constexpr int kRanks = 10'000;
   const std::vector<TableEntry> table = TableOf(kRanks);
   const double serve_ns = ServeOne(table.back()) + kCallsPerJoin * kTcp.overhead;
   std::string text;

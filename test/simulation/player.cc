@@ -37,7 +37,7 @@ NegotiationOptions OptionsOf(const World& world, int rank) {
 Player::Player(World& world, int rank)
     : world_(world),
       rank_(rank),
-      negotiation_(OptionsOf(world, rank), *this, Detectors(*this)),
+      negotiation_(OptionsOf(world, rank), *this),
       transport_(world, rank),
       coalescer_(transport_, counters_, liveness_),
       progress_(world.scenario().ops.size(), Progress::kWaiting) {
@@ -63,13 +63,13 @@ void Player::Check(const Status& status, const char* what) {
 void Player::FailEverywhere(const Status& error) {
   if (failed_ || shut_down_) return;
   failed_ = true;
-  const bool agreed = !agreed_error_.ok();
-  const bool is_shared = agreed || liveness_.Judge().is_shared;
-  const Status why = is_shared ? error : FailedHere(rank_, error);
+  agreed_error_.ok() ? liveness_.Note(error) : liveness_.NoteAgreed(error);
+  const LivenessTable::Cause cause = liveness_.Judge();
+  const Status why = cause.is_shared ? cause.error : FailedHere(rank_, cause.error);
   world_.oracle().Failed(rank_, why);
   const bool diverged = why.facts().kind == FailureKind::kDiverged;
   ++(diverged ? world_.totals().diverged : world_.totals().lost);
-  coalescer_.SpreadAbort(why, is_shared);
+  coalescer_.SpreadAbort(why, cause.is_shared);
   for (const auto& [op, submission] : submissions_) {
     if (Over(op)) continue;
     submission->state = Submission::State::kEnded;
@@ -112,22 +112,17 @@ void Player::Tick() {
   });
 }
 
-void Player::Receive(int from, std::span<const std::byte> bytes) { Deliver({from, bytes}); }
-
 void Player::Lose(int rank) {
-  FailureFacts facts;
-  facts.kind = FailureKind::kKilled;
-  facts.ranks = {rank};
   if (failed_) return;
   Tick();
-  FailEverywhere(Status(Code::kUnavailable, "killed", facts));
-  AfterCall();
+  const FailureFacts facts = {.kind = FailureKind::kKilled};
+  FailEverywhere(FailedOn(rank, Status(Code::kUnavailable, "killed", facts)));
 }
 
-void Player::Deliver(const Transport::Incoming& incoming) {
+void Player::Receive(int from, std::span<const std::byte> bytes) {
   if (failed_) return;
   Tick();
-  transport_.Put(incoming);
+  transport_.Put({from, bytes});
   const Result<int> received = coalescer_.Receive(negotiation_, 1);
   if (!received.ok()) FailEverywhere(received.status());
   AfterCall();
@@ -383,7 +378,7 @@ int Player::DecidesFor(const std::vector<int>& ranks) const {
   return -1;
 }
 
-std::vector<std::string> Player::OnStalls(const std::vector<StallFacts>& stalls, int64_t) {
+std::vector<std::string> Player::OnStalls(const std::vector<StallFacts>& stalls) {
   for (const StallFacts& stall : stalls) {
     std::vector<int> members(stall.silent.begin(), stall.silent.end());
     for (const Answer& answer : stall.answers) members.push_back(answer.rank);

@@ -106,7 +106,6 @@ class Player final : public NegotiationListener, private DetectorListener {
   void LeaveNow();
 
   void AfterCall();
-  void Deliver(const Transport::Incoming& incoming);
   void FailEverywhere(const Status& error);
   void Flush();
   void Tick();

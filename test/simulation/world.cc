@@ -127,31 +127,13 @@ void World::Judge() {
 
 namespace {
 
-void Add(const Totals& one, Totals* totals) {
-  if (totals == nullptr) return;
-  totals->events += one.events;
-  totals->messages += one.messages;
-  totals->bytes += one.bytes;
-  totals->works += one.works;
-  totals->submissions += one.submissions;
-  totals->refused += one.refused;
-  totals->skipped += one.skipped;
-  totals->aborted += one.aborted;
-  totals->reports += one.reports;
-  totals->joins += one.joins;
-  totals->retired += one.retired;
-  totals->known += one.known;
-  totals->crashes += one.crashes;
-  totals->stops += one.stops;
-  totals->lost += one.lost;
-  totals->diverged += one.diverged;
-}
-
 std::optional<std::string> Play(const Scenario& scenario, std::vector<Fault> faults,
                                 Totals* totals) {
   World world(scenario, std::move(faults));
   const std::optional<std::string> failure = world.Run();
-  Add(world.totals(), totals);
+  for (const auto& [name, total] : kTotals) {
+    if (totals != nullptr) totals->*total += world.totals().*total;
+  }
   if (!failure) return failure;
   return "seed " + std::to_string(scenario.seed) + " (" + std::to_string(scenario.size) +
          " ranks): " + *failure;

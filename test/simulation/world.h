@@ -42,6 +42,25 @@ struct Totals {
   int64_t diverged = 0;  ///< Ranks that were told so.
 };
 
+/// By the name that simulate prints.
+inline constexpr std::pair<const char*, int64_t Totals::*> kTotals[] = {
+    {"submissions", &Totals::submissions},
+    {"works", &Totals::works},
+    {"skipped or set changes", &Totals::skipped},
+    {"refused", &Totals::refused},
+    {"aborted", &Totals::aborted},
+    {"joins", &Totals::joins},
+    {"stall reports", &Totals::reports},
+    {"ids retired", &Totals::retired},
+    {"known works", &Totals::known},
+    {"events", &Totals::events},
+    {"messages", &Totals::messages},
+    {"bytes", &Totals::bytes},
+    {"crashes", &Totals::crashes},
+    {"stops", &Totals::stops},
+    {"ranks lost another", &Totals::lost},
+    {"diverged", &Totals::diverged}};
+
 struct Fault {
   int64_t event = 0;  ///< Before the one of this number ...
   int rank = 0;

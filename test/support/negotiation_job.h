@@ -33,6 +33,7 @@ class JobRank : public NegotiationListener, private DetectorListener {
 
   void SendUp(int parent, const UpMessage& message) override { Put(up, up_used, parent, message); }
   void SendDown(int child, const DownMessage& message) override {
+    if (message.type == DownType::kWhoWaits) ++questions;
     Put(down, down_used, child, message);
   }
   void OnWork(const WorkDecision& work) override {
@@ -42,6 +43,7 @@ class JobRank : public NegotiationListener, private DetectorListener {
     plans = static_cast<int>(work.plans.size());
     rows.assign(work.keys.front().rows.begin(), work.keys.front().rows.end());
     if (!log_works) return;
+    running.push_back(work.number);
     absent.assign(work.keys.front().absent.begin(), work.keys.front().absent.end());
     skipped = *work.keys.front().skipped;
     mine = work.keys.front().mine;
@@ -61,11 +63,12 @@ class JobRank : public NegotiationListener, private DetectorListener {
   }
   void OnStallShutdown(const Status& error) override {
     shutdowns.push_back(error.message());
-    failed = error.facts();
+    failed = error;
   }
   bool IsBlocked() const override { return is_blocked; }
+  bool KnowsAllThreads() const override { return knows_all_threads; }
   bool AskActivity(std::vector<uint64_t>, int64_t) override {
-    is_asked = true;
+    ++asked;
     return tells_activity;
   }
   std::optional<Activity> FindActivity(int64_t) override { return activity; }
@@ -87,7 +90,8 @@ class JobRank : public NegotiationListener, private DetectorListener {
   int works = 0;
   int64_t number = 0;
   int keys = 0;
-  int plans = 0;  // that came with it
+  int plans = 0;                 // that came with it
+  std::vector<int64_t> running;  // numbers, of which the test says when they are done
   bool log_works = true;
   std::vector<RankMask> absent;
   std::vector<int64_t> rows;
@@ -101,14 +105,17 @@ class JobRank : public NegotiationListener, private DetectorListener {
   bool shut_down = false;
   std::vector<std::string> reports;
   std::vector<std::string> shutdowns;
-  FailureFacts failed;  // of the last of them
+  Status failed;  // the last of them
   bool is_blocked = false;
   bool tells_activity = false;
-  bool is_asked = false;
+  bool knows_all_threads = true;
+  int asked = 0;      // what its program does
+  int questions = 0;  // it asked who waits
   std::optional<Activity> activity;
 };
 
-/// All ranks under rank 0, or in a tree; messages move only in Settle.
+/// All ranks under rank 0, or in a tree; messages move only in Settle, those of the highest rank
+/// first.
 class NegotiationJob {
  public:
   explicit NegotiationJob(int size, NegotiationOptions options = {}) {
@@ -120,6 +127,7 @@ class NegotiationJob {
       ranks_.push_back(std::make_unique<JobRank>(options));
     }
   }
+  virtual ~NegotiationJob() = default;
 
   JobRank& operator[](int rank) { return *ranks_[static_cast<size_t>(rank)]; }
   Negotiation& At(int rank) { return (*this)[rank].negotiation; }
@@ -149,7 +157,7 @@ class NegotiationJob {
   void Settle() {
     for (bool moved = true; moved;) {
       moved = false;
-      for (int r = 0; r < size(); ++r) moved |= Drain(r);
+      for (int r = size() - 1; r >= 0; --r) moved |= Drain(r);
     }
   }
   /// The batches of the last decision are done everywhere.
@@ -172,27 +180,37 @@ class NegotiationJob {
   int64_t records() const { return records_; }
 
  private:
+  /// Before the rank sends, and of what it sends.
+  virtual void Prepare(int) {}
+  virtual void Note(int, int, const UpMessage&) {}
+  virtual void Note(int, int, const DownMessage&) {}
+
+  static Status Receive(Negotiation& to, int from, const UpMessage& message) {
+    return to.ReceiveUp(from, message);
+  }
+  static Status Receive(Negotiation& to, int from, const DownMessage& message) {
+    return to.ReceiveDown(from, message);
+  }
+  static size_t Records(const UpMessage& message) { return message.keys.size(); }
+  static size_t Records(const DownMessage& message) { return message.items.size(); }
+  template <class Message>
+  bool Deliver(int from, JobRank::Box<Message>& box, size_t& used) {
+    for (size_t i = 0; i < used; ++i) {
+      const auto& [to, message] = box[i];
+      ++messages_;
+      records_ += static_cast<int64_t>(Records(message));
+      Note(from, to, message);
+      const Status status = Receive(At(to), from, message);
+      EXPECT_TRUE(status.ok()) << status.ToString();
+    }
+    return std::exchange(used, 0) > 0;
+  }
   bool Drain(int r) {
     JobRank& rank = (*this)[r];
+    Prepare(r);
     rank.negotiation.Flush();
-    bool moved = false;
-    for (size_t i = 0; i < rank.up_used; ++i) {
-      moved = true;
-      ++messages_;
-      records_ += static_cast<int64_t>(rank.up[i].second.keys.size());
-      const Status status = At(rank.up[i].first).ReceiveUp(r, rank.up[i].second);
-      EXPECT_TRUE(status.ok()) << status.ToString();
-    }
-    rank.up_used = 0;
-    for (size_t i = 0; i < rank.down_used; ++i) {
-      moved = true;
-      ++messages_;
-      records_ += static_cast<int64_t>(rank.down[i].second.items.size());
-      const Status status = At(rank.down[i].first).ReceiveDown(r, rank.down[i].second);
-      EXPECT_TRUE(status.ok()) << status.ToString();
-    }
-    rank.down_used = 0;
-    return moved;
+    const bool is_up = Deliver(r, rank.up, rank.up_used);
+    return Deliver(r, rank.down, rank.down_used) || is_up;
   }
 
   std::vector<std::unique_ptr<JobRank>> ranks_;

@@ -53,20 +53,24 @@ TEST(ParseConfig, TreatsAnEmptyValueAsUnset) {
 }
 
 TEST(ParseConfig, RefusesJunkNamingVariableValueAndRange) {
-  for (const char* junk : {"abc", "12abc", " 12", "1.5", "-1", "1e3", "99999999999999999999"}) {
-    EXPECT_THAT(ErrorOf({{"FARANDOLE_FUSION_THRESHOLD", junk}}),
-                AllOf(HasSubstr("FARANDOLE_FUSION_THRESHOLD=\""), HasSubstr(junk),
-                      HasSubstr("a whole number of bytes, 0 to 1099511627776")));
+  const struct {
+    std::string name;
+    std::vector<std::string> junk;
+    std::string wanted;
+  } rows[] = {{"FARANDOLE_FUSION_THRESHOLD",
+               {"abc", "12abc", " 12", "1.5", "-1", "1e3", "99999999999999999999"},
+               "a whole number of bytes, 0 to 1099511627776"},
+              {"FARANDOLE_PLANE_TIMEOUT_S",
+               {"0", "nan", "inf", "-3", "60s"},
+               "a number of seconds, 0.001 to 31536000"},
+              {"FARANDOLE_LOG_LEVEL", {"loud"}, "one of trace, debug, info, warning, error, off"},
+              {"FARANDOLE_NAN_CHECK", {"1"}, "one of off, warn, raise"},
+              {"FARANDOLE_ALLOW_PICKLE", {"no"}, "0 or 1"}};
+  for (const auto& [name, junk, wanted] : rows) {
+    for (const std::string& value : junk) {
+      EXPECT_EQ(ErrorOf({{name, value}}), name + "=\"" + value + "\" is not " + wanted);
+    }
   }
-  for (const char* junk : {"0", "nan", "inf", "-3", "60s"}) {
-    EXPECT_THAT(ErrorOf({{"FARANDOLE_PLANE_TIMEOUT_S", junk}}),
-                AllOf(HasSubstr(junk), HasSubstr("a number of seconds, 0.001 to 31536000")));
-  }
-}
-
-TEST(ParseConfig, RefusesAnUnknownLogLevelListingTheKnownOnes) {
-  EXPECT_THAT(ErrorOf({{"FARANDOLE_LOG_LEVEL", "loud"}}),
-              HasSubstr("\"loud\" is not one of trace, debug, info, warning, error, off"));
 }
 
 TEST(ParseConfig, TakesOneOfThreeWordsForNanCheck) {
@@ -74,8 +78,6 @@ TEST(ParseConfig, TakesOneOfThreeWordsForNanCheck) {
   EXPECT_EQ(ParseConfig({{"FARANDOLE_NAN_CHECK", "off"}}).value().nan_check, NanCheck::kOff);
   EXPECT_EQ(ParseConfig({{"FARANDOLE_NAN_CHECK", "warn"}}).value().nan_check, NanCheck::kWarn);
   EXPECT_EQ(ParseConfig({{"FARANDOLE_NAN_CHECK", "raise"}}).value().nan_check, NanCheck::kRaise);
-  EXPECT_EQ(ErrorOf({{"FARANDOLE_NAN_CHECK", "1"}}),
-            "FARANDOLE_NAN_CHECK=\"1\" is not one of off, warn, raise");
 }
 
 TEST(ParseConfig, SuggestsTheNearestNameForAnUnknownOne) {
@@ -95,8 +97,6 @@ TEST(ParseConfig, AcceptsNamesThatLaunchersAndScriptsRead) {
 TEST(ParseConfig, TakesSwitchesAsZeroOrOne) {
   EXPECT_TRUE(Config{}.allow_pickle);
   EXPECT_FALSE(ParseConfig({{"FARANDOLE_ALLOW_PICKLE", "0"}}).value().allow_pickle);
-  EXPECT_EQ(ErrorOf({{"FARANDOLE_ALLOW_PICKLE", "no"}}),
-            "FARANDOLE_ALLOW_PICKLE=\"no\" is not 0 or 1");
 }
 
 TEST(ParseConfig, SuggestsOnlyNamesThatSomethingReads) {

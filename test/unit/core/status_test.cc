@@ -17,20 +17,15 @@ Status CheckBoth(int x, int y) {
   return {};
 }
 
-TEST(Status, IsOkAndEmptyByDefault) {
-  const Status status;
-  EXPECT_TRUE(status.ok());
-  EXPECT_EQ(status.code(), Code::kOk);
-  EXPECT_EQ(status.message(), "");
-  EXPECT_EQ(status.ToString(), "OK");
-}
-
-TEST(Status, CarriesItsCodeAndMessage) {
+TEST(Status, CarriesItsCodeAndMessageAndIsOkByDefault) {
   const Status status = Mismatch("rank 0 sent float32");
   EXPECT_FALSE(status.ok());
   EXPECT_EQ(status.code(), Code::kMismatch);
   EXPECT_EQ(status.message(), "rank 0 sent float32");
   EXPECT_EQ(status.ToString(), "Mismatch: rank 0 sent float32");
+  EXPECT_TRUE(Status().ok());
+  EXPECT_EQ(Status().code(), Code::kOk);
+  EXPECT_EQ(Status().message() + Status().ToString(), "OK");
 }
 
 TEST(Status, CarriesWhatIsKnownOfTheFailure) {
@@ -80,18 +75,13 @@ TEST(CodeName, NamesEveryCode) {
   }
 }
 
-TEST(Result, HoldsAValueThatCanBeMovedOut) {
+TEST(Result, HoldsAValueThatCanBeMovedOutOrTheFailure) {
   Result<std::unique_ptr<int>> result(std::make_unique<int>(7));
-  ASSERT_TRUE(result.ok());
-  EXPECT_TRUE(result.status().ok());
-  const std::unique_ptr<int> value = std::move(result).value();
-  EXPECT_EQ(*value, 7);
-}
-
-TEST(Result, HoldsTheFailureInsteadOfAValue) {
-  const Result<int> result(Timeout("no progress"));
-  ASSERT_FALSE(result.ok());
-  EXPECT_EQ(result.status().code(), Code::kTimeout);
+  ASSERT_TRUE(result.ok() && result.status().ok());
+  EXPECT_EQ(*std::move(result).value(), 7);
+  const Result<int> failed(Timeout("no progress"));
+  ASSERT_FALSE(failed.ok());
+  EXPECT_EQ(failed.status().code(), Code::kTimeout);
 }
 
 }  // namespace

@@ -31,8 +31,10 @@ TEST(InProcessTransport, HandsOutMessagesInTheOrderSent) {
   InProcessHub hub(2);
   const auto sender = hub.Create(0, nullptr);
   const auto receiver = hub.Create(1, nullptr);
-  for (int i = 0; i < 100; ++i) ASSERT_TRUE(sender->Send(1, Text(std::to_string(i))).ok());
-  for (int i = 0; i < 100; ++i) EXPECT_EQ(NextText(*receiver), std::to_string(i));
+  for (int round = 0; round < 50; ++round) {  // in buffers that are used again
+    for (int i = 0; i < 100; ++i) ASSERT_TRUE(sender->Send(1, Text(std::to_string(i))).ok());
+    for (int i = 0; i < 100; ++i) ASSERT_EQ(NextText(*receiver), std::to_string(i));
+  }
   EXPECT_EQ(NextText(*receiver), "nothing");
 }
 
@@ -96,16 +98,6 @@ TEST(InProcessTransport, CountsMessagesAndBytesPerLink) {
   EXPECT_EQ(hub.Sent(0, 1).bytes, 10);
   EXPECT_EQ(hub.Sent(0, 2).messages, 0);
   EXPECT_EQ(hub.Sent(1, 0).messages, 0);
-}
-
-TEST(InProcessTransport, ReusesBuffersAcrossManyMessages) {
-  InProcessHub hub(2);
-  const auto sender = hub.Create(0, nullptr);
-  const auto receiver = hub.Create(1, nullptr);
-  for (int round = 0; round < 50; ++round) {
-    for (int i = 0; i < 40; ++i) ASSERT_TRUE(sender->Send(1, Text(std::to_string(i))).ok());
-    for (int i = 0; i < 40; ++i) ASSERT_EQ(NextText(*receiver), std::to_string(i));
-  }
 }
 
 }  // namespace

@@ -82,6 +82,14 @@ class EngineOnGpu : public ::testing::Test {
     return job_->engine(rank).Start(operation, {&in, 1}, {&out, 1}, {}, true, {&stream, 1});
   }
 
+  /// Rank 0's `data_`, until it is launched.
+  std::shared_ptr<Work> Launch() {
+    const Result<std::shared_ptr<Work>> work = Start(0, "t", data_, here_);
+    EXPECT_TRUE(work.ok()) << work.status().message();
+    SettleUntil([&] { return work.value()->done(); });
+    return work.value();
+  }
+
   /// Rank 0's, of one tensor of four floats.
   GradientRound OneGradient() {
     GradientRound::Options options;
@@ -103,6 +111,7 @@ class EngineOnGpu : public ::testing::Test {
   FakeStream* user_ = runtime_->fake(0).NewStream();
   FakeStream* lane_ = runtime_->fake(0).NewStream();
   ProducerStream here_{0, user_->handle()};
+  std::vector<float> data_ = std::vector<float>(4, 1.0f);
   std::vector<bool> followed_;  // batch by batch
   std::vector<std::unique_ptr<RankDevice>> gpus_;
   std::unique_ptr<SteppedJob> job_;
@@ -166,27 +175,24 @@ TEST_F(EngineOnGpu, ButNotByMoreBytesThanTheGpuMayHaveBefore) {
 
 TEST_F(EngineOnGpu, MayStartAgainOnceLaunched) {
   Open(1);
-  std::vector<float> data(4, 1.0f);
   lane_->Hold();
-  auto first = Start(0, "t", data, here_);
-  EXPECT_THAT(std::string(Start(0, "t", data, here_).status().message()),
+  auto first = Start(0, "t", data_, here_);
+  EXPECT_THAT(std::string(Start(0, "t", data_, here_).status().message()),
               HasSubstr("already in flight"));
   SettleUntil([&] { return first.value()->done(); });
-  EXPECT_TRUE(Start(0, "t", data, here_).ok());
+  EXPECT_TRUE(Start(0, "t", data_, here_).ok());
   lane_->Release();
 }
 
 TEST_F(EngineOnGpu, IsNotEndedByItsLastStart) {
   Open(1);
-  std::vector<float> data(4, 1.0f);
   lane_->Hold();
-  auto first = Start(0, "t", data, here_);
-  SettleUntil([&] { return first.value()->done(); });
+  const std::shared_ptr<Work> first = Launch();
   user_->Hold();
-  auto second = Start(0, "t", data, here_);
+  auto second = Start(0, "t", data_, here_);
   job_->SettleHeld();
   lane_->Release();
-  SettleUntil([&] { return first.value()->end()->IsComplete().value(); });
+  SettleUntil([&] { return first->end()->IsComplete().value(); });
   job_->SettleHeld();
   EXPECT_FALSE(second.value()->done());
   user_->Release();
@@ -197,9 +203,8 @@ TEST_F(EngineOnGpu, WaitsForALateProducerBeyondTheDeadline) {
   EngineOptions options = SteppedJob::Stepped();
   options.cuda_progress_timeout_ns = kNsPerSecond;
   Open(1, options);
-  std::vector<float> data(4, 1.0f);
   user_->Hold();
-  auto work = Start(0, "t", data, here_);
+  auto work = Start(0, "t", data_, here_);
   for (int i = 0; i < 10; ++i) {
     job_->clock().Advance(kNsPerSecond);
     job_->Settle();
@@ -214,10 +219,8 @@ TEST_F(EngineOnGpu, IsNotKeptFromItsDeadlineByBatchesInHostMemory) {
   EngineOptions options = SteppedJob::Stepped();
   options.cuda_progress_timeout_ns = kNsPerSecond;
   Open(1, options);
-  std::vector<float> data(4, 1.0f);
   lane_->Hold();
-  auto work = Start(0, "t", data, here_);
-  SettleUntil([&] { return work.value()->done(); });
+  const std::shared_ptr<Work> work = Launch();
   Operation& on_host =
       *job_->engine(0).operations().Prepare({0, OpKind::kAllreduce, "h"}, InMemory(4)).value();
   std::vector<float> values(4, 1.0f);
@@ -235,105 +238,50 @@ TEST_F(EngineOnGpu, IsNotKeptFromItsDeadlineByBatchesInHostMemory) {
 
 TEST_F(EngineOnGpu, MakesAStreamWaitForTheEnd) {
   Open(1);
-  std::vector<float> data(4, 1.0f);
   lane_->Hold();
-  auto work = Start(0, "t", data, here_);
-  SettleUntil([&] { return work.value()->done(); });
+  const std::shared_ptr<Work> work = Launch();
   FakeStream* later = runtime_->fake(0).NewStream();
-  ASSERT_TRUE(job_->engine(0).MakeWait(work.value()->end(), {0, later->handle()}).ok());
+  ASSERT_TRUE(job_->engine(0).MakeWait(work->end(), {0, later->handle()}).ok());
   later->Enqueue("a read", [] {});
   EXPECT_FALSE(later->Idle());
   lane_->Release();
   later->Synchronize();
-  EXPECT_TRUE(work.value()->end()->IsComplete().value());
+  EXPECT_TRUE(work->end()->IsComplete().value());
 }
 
-TEST_F(EngineOnGpu, RefusesAStreamThatIsCapturedAndGoesOn) {
+TEST_F(EngineOnGpu, RefusesStreamsOfOtherKindsByNameAndGoesOn) {
   Open(1);
-  std::vector<float> data(4, 1.0f);
-  user_->BeginCapture();
-  const Status refused = Start(0, "t", data, here_).status();
-  EXPECT_EQ(refused.code(), Code::kInvalidArgument);
-  EXPECT_THAT(refused.message(), HasSubstr("\"t\": its stream is being captured"));
-  (void)user_->EndCapture();
-  auto work = Start(0, "t", data, here_);
-  SettleUntil([&] { return work.value()->done(); });
-}
-
-TEST_F(EngineOnGpu, RefusesATensorOnAnotherDeviceWithTheRemedy) {
-  Open(1);
-  std::vector<float> data(4, 1.0f);
-  auto work = Start(0, "t", data, here_);
-  SettleUntil([&] { return work.value()->done(); });
-  const Status refused = Start(0, "t", data, {1, runtime_->fake(1).NewStream()->handle()}).status();
-  EXPECT_EQ(refused.code(), Code::kInvalidArgument);
-  EXPECT_THAT(refused.message(), HasSubstr("\"t\": a tensor is on CUDA device 1, but this rank "
-                                           "works on device 0; a rank has one GPU, so start one "
-                                           "process per GPU"));
-}
-
-TEST_F(EngineOnGpu, AsksTheRuntimeForItsDeviceOnce) {
-  Open(1);
-  std::vector<float> data(4, 1.0f);
-  for (int i = 0; i < 5; ++i) {
-    auto work = Start(0, "t", data, here_);
-    SettleUntil([&] { return work.value()->done(); });
-  }
-  EXPECT_EQ(runtime_->fake(0).counts().of(FakeCall::kOpen), 1);
-}
-
-TEST_F(EngineOnGpu, RefusesTensorsOfOneOperationOnTwoDevices) {
-  Open(1);
-  std::vector<float> data(4, 1.0f);
-  const ProducerStream streams[] = {here_, {1, runtime_->fake(1).NewStream()->handle()}};
-  Operation& operation =
-      *job_->engine(0).operations().Prepare({0, OpKind::kAllreduce, "t"}, OnGpu(4)).value();
-  const void* in = data.data();
-  void* out = data.data();
-  const Status refused =
-      job_->engine(0).Start(operation, {&in, 1}, {&out, 1}, {}, true, streams).status();
-  EXPECT_EQ(refused.code(), Code::kInvalidArgument);
-  EXPECT_THAT(refused.message(),
-              HasSubstr("\"t\": a tensor is on CUDA device 1, but this rank works on device 0"));
-}
-
-TEST_F(EngineOnGpu, MakesNoStreamWaitThatIsCaptured) {
-  Open(1);
-  std::vector<float> data(4, 1.0f);
-  auto work = Start(0, "t", data, here_);
-  SettleUntil([&] { return work.value()->done(); });
-  user_->BeginCapture();
-  const Status refused = job_->engine(0).MakeWait(work.value()->end(), here_);
-  EXPECT_EQ(refused.code(), Code::kInvalidArgument);
-  EXPECT_THAT(refused.message(), HasSubstr("the stream that is to wait is being captured"));
-  (void)user_->EndCapture();
-}
-
-TEST_F(EngineOnGpu, MakesNoStreamOfAnotherDeviceWait) {
-  Open(1);
-  std::vector<float> data(4, 1.0f);
-  auto work = Start(0, "t", data, here_);
-  SettleUntil([&] { return work.value()->done(); });
-  const Status refused = job_->engine(0).MakeWait(work.value()->end(), {1, nullptr});
-  EXPECT_EQ(refused.code(), Code::kInvalidArgument);
-  EXPECT_THAT(refused.message(), HasSubstr("on CUDA device 0; expected a stream of it"));
-}
-
-TEST_F(EngineOnGpu, RefusesTensorsWithoutAStreamAndAStreamWithoutThem) {
-  Open(1);
-  std::vector<float> data(4, 1.0f);
-  const void* in = data.data();
-  void* out = data.data();
   Engine& engine = job_->engine(0);
-  Operation& gpu = *engine.operations().Prepare({0, OpKind::kAllreduce, "g"}, OnGpu(4)).value();
-  EXPECT_THAT(std::string(engine.Start(gpu, {&in, 1}, {&out, 1}).status().message()),
-              HasSubstr("need the stream"));
-  Signature on_cpu = OnGpu(4);
-  on_cpu.device = DeviceKind::kCpu;
-  Operation& cpu = *engine.operations().Prepare({0, OpKind::kAllreduce, "c"}, on_cpu).value();
-  EXPECT_THAT(
-      std::string(engine.Start(cpu, {&in, 1}, {&out, 1}, {}, true, {&here_, 1}).status().message()),
-      HasSubstr("tensors on the CPU"));
+  const ProducerStream elsewhere{1, runtime_->fake(1).NewStream()->handle()};
+  const auto start = [&](const char* name, std::vector<ProducerStream> streams,
+                         const Signature& signature) {
+    Operation& operation =
+        *engine.operations().Prepare({0, OpKind::kAllreduce, name}, signature).value();
+    const void* in = data_.data();
+    void* out = data_.data();
+    return engine.Start(operation, {&in, 1}, {&out, 1}, {}, true, streams).status();
+  };
+  const auto expect = [](const Status& refused, const char* text) {
+    EXPECT_EQ(refused.code(), Code::kInvalidArgument);
+    EXPECT_THAT(refused.message(), HasSubstr(text));
+  };
+  user_->BeginCapture();
+  expect(start("t", {here_}, OnGpu(4)), "\"t\": its stream is being captured");
+  (void)user_->EndCapture();
+  const std::shared_ptr<Work> work = Launch();
+  expect(start("t", {elsewhere}, OnGpu(4)),
+         "\"t\": a tensor is on CUDA device 1, but this rank works on device 0; a rank has one "
+         "GPU, so start one process per GPU");
+  expect(start("t", {here_, elsewhere}, OnGpu(4)),
+         "\"t\": a tensor is on CUDA device 1, but this rank works on device 0");
+  expect(start("g", {}, OnGpu(4)), "need the stream");
+  expect(start("c", {here_}, InMemory(4)), "tensors on the CPU");
+  user_->BeginCapture();
+  expect(engine.MakeWait(work->end(), here_), "the stream that is to wait is being captured");
+  (void)user_->EndCapture();
+  expect(engine.MakeWait(work->end(), {1, nullptr}), "on CUDA device 0; expected a stream of it");
+  for (int i = 0; i < 5; ++i) (void)Launch();
+  EXPECT_EQ(runtime_->fake(0).counts().of(FakeCall::kOpen), 1) << "asked for its device once";
 }
 
 TEST_F(EngineOnGpu, FusesUpToTheThresholdOfItsOwn) {
@@ -360,9 +308,8 @@ TEST_F(EngineOnGpu, FusesUpToTheThresholdOfItsOwn) {
 TEST_F(EngineOnGpu, OrdersAStreamAfterARoundOfGradients) {
   Open(1);
   GradientRound gradients = OneGradient();
-  std::vector<float> data(4, 1.0f);
   lane_->Hold();
-  ASSERT_TRUE(gradients.Mark(0, data.data(), data.data(), GradientVote::kPresent, &here_).ok());
+  ASSERT_TRUE(gradients.Mark(0, data_.data(), data_.data(), GradientVote::kPresent, &here_).ok());
   ASSERT_TRUE(gradients.End({}).ok());
   Status outcome = Internal("not told");
   SettleUntil([&] { return !gradients.InFlight(); });
@@ -382,10 +329,9 @@ TEST_F(EngineOnGpu, OrdersAStreamAfterARoundOfGradients) {
 TEST_F(EngineOnGpu, KnowsWhichRoundsAreOverThoughALaterOneRanNothing) {
   Open(1);
   GradientRound gradients = OneGradient();
-  std::vector<float> data(4, 1.0f);
   lane_->Hold();
   for (GradientVote vote : {GradientVote::kPresent, GradientVote::kAbsent}) {
-    ASSERT_TRUE(gradients.Mark(0, data.data(), data.data(), vote, &here_).ok());
+    ASSERT_TRUE(gradients.Mark(0, data_.data(), data_.data(), vote, &here_).ok());
     ASSERT_TRUE(gradients.End({}).ok());
     SettleUntil([&] { return !gradients.InFlight(); });
     Status outcome;
@@ -400,10 +346,8 @@ TEST_F(EngineOnGpu, KnowsWhichRoundsAreOverThoughALaterOneRanNothing) {
 
 TEST_F(EngineOnGpu, IsShutDownOnceWhatIsLaunchedIsOver) {
   Open(1);
-  std::vector<float> data(4, 1.0f);
   lane_->Hold();
-  auto work = Start(0, "t", data, here_);
-  SettleUntil([&] { return work.value()->done(); });
+  const std::shared_ptr<Work> work = Launch();
   std::shared_ptr<Work> left = job_->engine(0).Leave();
   for (int i = 0; i < 100; ++i) job_->SettleHeld();
   EXPECT_FALSE(left->done());

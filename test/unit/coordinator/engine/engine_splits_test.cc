@@ -112,8 +112,17 @@ class EngineSplits : public testing::Test {
     works_.push_back(work.value());
     return {};
   }
+  /// On all ranks.
+  void StartAll(OpKind kind, const std::vector<int64_t>& shape, const void* in = kInput) {
+    for (int r = 0; r < 3; ++r) ASSERT_TRUE(Start(r, kind, Tensor(shape), in).ok());
+  }
+  void ExpectRefused(const Status& status, const char* text) {
+    EXPECT_EQ(status.code(), Code::kInvalidArgument);
+    EXPECT_THAT(status.message(), HasSubstr(text));
+  }
   float* OutputOf(int rank) { return kOutput + 64 * rank; }
   void ExpectDone() {
+    allocations_ = job_.SettleHeld();
     for (const std::shared_ptr<Work>& work : works_) {
       ASSERT_TRUE(work->done());
       EXPECT_TRUE(work->status().ok()) << work->status().message();
@@ -127,6 +136,7 @@ class EngineSplits : public testing::Test {
   std::vector<RecordingPlane*> planes_;
   SteppedJob job_;
   std::vector<std::shared_ptr<Work>> works_;
+  int64_t allocations_ = 0;  // of the engines, until all was done
 };
 
 TEST_F(EngineSplits, HandsAnAllgatherTheRowsOfAllRanks) {
@@ -135,7 +145,6 @@ TEST_F(EngineSplits, HandsAnAllgatherTheRowsOfAllRanks) {
     const void* const in = r == 1 ? nullptr : kInput;
     ASSERT_TRUE(Start(r, OpKind::kAllgather, Tensor({rows[r], 2}), in).ok());
   }
-  job_.SettleHeld();
   ExpectDone();
   for (int r = 0; r < 3; ++r) {
     EXPECT_EQ(plane(r).kind, OpKind::kAllgather);
@@ -189,7 +198,6 @@ TEST_F(EngineSplits, StartsNoLaterBatchOfASetBetweenSizesAndPayload) {
     ASSERT_TRUE(Start(r, OpKind::kReducescatter, Tensor({4})).ok());
     ASSERT_TRUE(Start(r, OpKind::kAllgather, Tensor({r})).ok());
   }
-  job_.SettleHeld();
   ExpectDone();
   EXPECT_EQ(plane(2).exchanges, 1);
   EXPECT_EQ(plane(2).batches, 3);
@@ -202,7 +210,6 @@ TEST_F(EngineSplits, StartsNoLaterBatchOfASetAmongThePartsOfAnAdasum) {
     ASSERT_TRUE(Start(r, OpKind::kAllreduce, delta).ok());
     ASSERT_TRUE(Start(r, OpKind::kReducescatter, Tensor({4})).ok());
   }
-  job_.SettleHeld();
   ExpectDone();
   for (int r = 0; r < 3; ++r) {
     EXPECT_THAT(plane(r).kinds,
@@ -212,21 +219,18 @@ TEST_F(EngineSplits, StartsNoLaterBatchOfASetAmongThePartsOfAnAdasum) {
 }
 
 TEST_F(EngineSplits, RefusesAnAllgatherOfRowsWithoutMemory) {
-  const Status refused = Start(2, OpKind::kAllgather, Tensor({2, 2}), nullptr);
-  EXPECT_EQ(refused.code(), Code::kInvalidArgument);
-  EXPECT_THAT(refused.message(), HasSubstr("\"x.allgather\": tensor 0 has no input"));
+  ExpectRefused(Start(2, OpKind::kAllgather, Tensor({2, 2}), nullptr),
+                "\"x.allgather\": tensor 0 has no input");
 }
 
 TEST_F(EngineSplits, RefusesAnOutputInTheMemoryOfItsInput) {
-  const Status refused = Start(2, OpKind::kReducescatter, Tensor({3}), OutputOf(2) - 2);
-  EXPECT_EQ(refused.code(), Code::kInvalidArgument);
-  EXPECT_THAT(refused.message(), HasSubstr("its output in the memory of its input"));
+  ExpectRefused(Start(2, OpKind::kReducescatter, Tensor({3}), OutputOf(2) - 2),
+                "its output in the memory of its input");
   EXPECT_TRUE(Start(2, OpKind::kReducescatter, Tensor({3}), OutputOf(2) + 1).ok()) << "they touch";
 }
 
 TEST_F(EngineSplits, HandsAReducescatterOneRowMoreToTheFirstRanks) {
-  for (int r = 0; r < 3; ++r) ASSERT_TRUE(Start(r, OpKind::kReducescatter, Tensor({5, 4})).ok());
-  job_.SettleHeld();
+  StartAll(OpKind::kReducescatter, {5, 4});
   ExpectDone();
   EXPECT_THAT(plane(2).splits, ElementsAre(8, 8, 4));
   EXPECT_EQ(plane(2).count, 20);
@@ -237,7 +241,6 @@ TEST_F(EngineSplits, HandsEachRankOfAnAlltoallItsOwnSplits) {
   for (int r = 0; r < 3; ++r) {
     ASSERT_TRUE(Start(r, OpKind::kAlltoall, Tensor({3, 2}), kInput, splits[r]).ok());
   }
-  job_.SettleHeld();
   ExpectDone();
   EXPECT_THAT(plane(0).sends, ElementsAre(0, 2, 4));
   EXPECT_THAT(plane(0).receives, ElementsAre(0, 6, 0));
@@ -270,7 +273,6 @@ TEST_F(EngineSplits, MovesAComplexNumberAsTwoIntegers) {
                       std::make_shared<FixedMemory>(gathered[at].data()))
                     .ok());
   }
-  job_.SettleHeld();
   ExpectDone();
   EXPECT_THAT(got[1], ElementsAre(4, 5, 6, 7, 104, 105, 106, 107, 204, 205, 206, 207));
   EXPECT_THAT(gathered[2], ElementsAre(0, 1, 2, 3, 100, 101, 102, 103, 200, 201, 202, 203));
@@ -280,11 +282,9 @@ TEST_F(EngineSplits, MovesAComplexNumberAsTwoIntegers) {
 TEST_F(EngineSplits, RefusesOtherSplitsWhileInFlight) {
   const std::vector<int64_t> splits = {0, 1, 1};
   ASSERT_TRUE(Start(0, OpKind::kAlltoall, Tensor({3, 2}), kInput, splits).ok());
-  const Status refused = Start(0, OpKind::kAlltoall, Tensor({3, 2}), kInput, {0, 1, 2});
-  EXPECT_EQ(refused.code(), Code::kInvalidArgument);
-  EXPECT_THAT(refused.message(), HasSubstr("in flight with another shape"));
-  const Status same = Start(0, OpKind::kAlltoall, Tensor({3, 2}), kInput, splits);
-  EXPECT_THAT(same.message(), HasSubstr("already in flight"));
+  ExpectRefused(Start(0, OpKind::kAlltoall, Tensor({3, 2}), kInput, {0, 1, 2}),
+                "in flight with another shape");
+  ExpectRefused(Start(0, OpKind::kAlltoall, Tensor({3, 2}), kInput, splits), "already in flight");
 }
 
 TEST_F(EngineSplits, RedefinesAnOperationForOtherRowsOrSplits) {
@@ -308,7 +308,6 @@ TEST_F(EngineSplits, LetsAJoinedRankServeWithoutMemory) {
     ASSERT_TRUE(Start(r, OpKind::kAllgather, Tensor({r + 1})).ok());
     ASSERT_TRUE(Start(r, OpKind::kReducescatter, Tensor({2})).ok());
   }
-  job_.SettleHeld();
   ExpectDone();
   EXPECT_EQ(plane(1).batches, 2);
   EXPECT_EQ(plane(1).segment.in, nullptr);
@@ -323,18 +322,14 @@ TEST_F(EngineSplits, CutsAmongTheRanksOfAProcessSet) {
   for (const int r : {0, 2}) {
     ASSERT_TRUE(Start(r, OpKind::kReducescatter, Tensor({3}), kInput, {}, set).ok());
   }
-  job_.SettleHeld();
   ExpectDone();
   EXPECT_THAT(plane(2).splits, ElementsAre(2, 1));
 }
 
 TEST_F(EngineSplits, RunsNothingWhereThereIsNothing) {
-  for (int r = 0; r < 3; ++r) {
-    ASSERT_TRUE(Start(r, OpKind::kAllgather, Tensor({0, 2}), nullptr).ok());
-    ASSERT_TRUE(Start(r, OpKind::kAlltoall, Tensor({0, 2}), nullptr).ok());
-    ASSERT_TRUE(Start(r, OpKind::kReducescatter, Tensor({4, 0}), nullptr).ok());
-  }
-  job_.SettleHeld();
+  StartAll(OpKind::kAllgather, {0, 2}, nullptr);
+  StartAll(OpKind::kAlltoall, {0, 2}, nullptr);
+  StartAll(OpKind::kReducescatter, {4, 0}, nullptr);
   ExpectDone();
   EXPECT_EQ(plane(0).batches, 0);
 }
@@ -343,7 +338,6 @@ TEST_F(EngineSplits, ExchangesTheRowsOfAnAlltoallWhoseRowsAreEmpty) {
   for (int r = 0; r < 3; ++r) {
     ASSERT_TRUE(Start(r, OpKind::kAlltoall, Tensor({3, 0}), nullptr, {r, 0, 1}).ok());
   }
-  job_.SettleHeld();
   ExpectDone();
   EXPECT_THAT(works_[0]->rows(0), ElementsAre(0, 1, 2));
   EXPECT_EQ(plane(0).batches, 0);
@@ -358,9 +352,8 @@ TEST_F(EngineSplits, AllocatesNothingOnTheEngineThreadOnceKnown) {
       ASSERT_TRUE(Start(r, OpKind::kReducescatter, Tensor({4})).ok());
       ASSERT_TRUE(Start(r, OpKind::kAlltoall, Tensor({3})).ok());
     }
-    const int64_t now = job_.SettleHeld();
-    if (use >= 40) allocations += now;  // by then every batch that is reused has had every kind
     ExpectDone();
+    if (use >= 40) allocations += allocations_;  // by then each reused batch has had every kind
   }
   EXPECT_EQ(allocations, 0);
 }

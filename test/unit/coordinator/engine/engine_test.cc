@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "test/planes/failing_plane.h"
@@ -16,7 +17,11 @@
 namespace farandole {
 namespace {
 
+using ::testing::AllOf;
+using ::testing::Each;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::StartsWith;
 
 Signature Floats(int64_t count, ReduceOp op = ReduceOp::kSum) {
   Signature signature;
@@ -25,24 +30,55 @@ Signature Floats(int64_t count, ReduceOp op = ReduceOp::kSum) {
   return signature;
 }
 
-// One rank's float tensor under a name.
-struct Tensor {
-  std::vector<float> data;
-  std::shared_ptr<Work> work;
-};
+/// Ranks with float tensors under names, which they reduce in place.
+class Ranks : public SteppedJob {
+ public:
+  using SteppedJob::SteppedJob;
+  struct Tensor {
+    std::vector<float> data;
+    std::shared_ptr<Work> work;
+  };
 
-Status StartOn(Engine& engine, const KeyName& name, const Signature& signature, Tensor& tensor) {
-  Result<Operation*> operation = engine.operations().Prepare(name, signature);
-  if (!operation.ok()) return operation.status();
-  const void* in = tensor.data.data();
-  void* out = tensor.data.data();
-  const size_t tensors = signature.tensors.size();
-  Result<std::shared_ptr<Work>> work =
-      engine.Start(*operation.value(), {&in, tensors}, {&out, tensors});
-  if (!work.ok()) return work.status();
-  tensor.work = work.value();
-  return {};
-}
+  /// Of `rank`, filled with `value`; kept if it starts.
+  Status Start(int rank, const KeyName& name, const Signature& signature, float value = 1) {
+    const bool is_empty = signature.tensors.empty();
+    const auto count = static_cast<size_t>(is_empty ? 0 : signature.tensors[0].shape[0]);
+    Tensor tensor{std::vector<float>(count, value), nullptr};
+    Result<Operation*> operation = engine(rank).operations().Prepare(name, signature);
+    if (!operation.ok()) return operation.status();
+    const void* in = tensor.data.data();
+    void* out = tensor.data.data();
+    const size_t tensors = signature.tensors.size();
+    Result<std::shared_ptr<Work>> work =
+        engine(rank).Start(*operation.value(), {&in, tensors}, {&out, tensors});
+    if (!work.ok()) return work.status();
+    tensor.work = work.value();
+    started.push_back(std::move(tensor));
+    return {};
+  }
+  Status Start(int rank, const std::string& name, const Signature& signature, float value = 1) {
+    return Start(rank, KeyName{0, OpKind::kAllreduce, name}, signature, value);
+  }
+  /// Since they were last asked for; each has ended well.
+  std::vector<std::vector<float>> Results() {
+    SettleHeld();
+    std::vector<std::vector<float>> results;
+    for (Tensor& tensor : std::exchange(started, {})) {
+      EXPECT_TRUE(tensor.work->done());
+      EXPECT_TRUE(tensor.work->status().ok()) << tensor.work->status().message();
+      results.push_back(std::move(tensor.data));
+    }
+    return results;
+  }
+  void Pass(int seconds) {
+    for (int i = 0; i < seconds; ++i) {
+      clock().Advance(kNsPerSecond);
+      Settle();
+    }
+  }
+
+  std::vector<Tensor> started;
+};
 
 // A rank without that memory is told by its call, and not when the others wait for it.
 TEST(Engine, HasWhatAnEightBitWireLeavesOverBeforeRanksAgreeWhereAnythingIsRounded) {
@@ -67,81 +103,73 @@ TEST(Engine, HasWhatAnEightBitWireLeavesOverBeforeRanksAgreeWhereAnythingIsRound
 }
 
 TEST(Engine, SumsATensorOfAllRanks) {
-  SteppedJob job(3);
-  std::vector<Tensor> tensors(3);
+  Ranks job(3);
   for (int r = 0; r < 3; ++r) {
-    tensors[static_cast<size_t>(r)].data.assign(1000, static_cast<float>(r + 1));
-    ASSERT_TRUE(StartOn(job.engine(r), {0, OpKind::kAllreduce, "t"}, Floats(1000),
-                        tensors[static_cast<size_t>(r)])
-                    .ok());
+    ASSERT_TRUE(job.Start(r, "t", Floats(1000), static_cast<float>(r + 1)).ok());
   }
-  job.SettleHeld();
-  for (const Tensor& tensor : tensors) {
-    ASSERT_TRUE(tensor.work->done());
-    EXPECT_TRUE(tensor.work->status().ok()) << tensor.work->status().message();
-    EXPECT_EQ(tensor.data, std::vector<float>(1000, 6.0f));
-  }
+  EXPECT_THAT(job.Results(), Each(std::vector<float>(1000, 6.0f)));
 }
 
 TEST(Engine, RefusesAContributionWithoutMemoryAndGoesOn) {
-  SteppedJob job(1);
+  Ranks job(1);
   Operation& operation =
       *job.engine(0).operations().Prepare({0, OpKind::kAllreduce, "t"}, Floats(4)).value();
-  Tensor tensor{std::vector<float>(4, 1.0f), nullptr};
+  float memory[4] = {};
   const void* in = nullptr;
-  void* out = tensor.data.data();
+  void* out = memory;
   const Status refused = job.engine(0).Start(operation, {&in, 1}, {&out, 1}).status();
   EXPECT_EQ(refused.code(), Code::kInvalidArgument);
   EXPECT_THAT(refused.message(), HasSubstr("\"t\": tensor 0 has no input"));
-  ASSERT_TRUE(StartOn(job.engine(0), {0, OpKind::kAllreduce, "t"}, Floats(4), tensor).ok());
-  job.SettleHeld();
-  EXPECT_TRUE(tensor.work->done() && tensor.work->status().ok());
+  ASSERT_TRUE(job.Start(0, "t", Floats(4)).ok());
+  EXPECT_EQ(job.Results().size(), 1u);
 }
 
-TEST(Engine, RefusesToMultiplyBoolsBeforeAnythingStarts) {
-  SteppedJob job(1);
-  Signature signature;
-  signature.op = ReduceOp::kMax;
-  signature.prescale = 2.0;
-  signature.tensors.push_back({"", DType::kBool, {4}});
-  const Status refused =
-      job.engine(0).operations().Prepare({0, OpKind::kAllreduce, "flags"}, signature).status();
-  EXPECT_EQ(refused.code(), Code::kInvalidArgument);
-  EXPECT_THAT(refused.message(), HasSubstr("\"flags\": bool cannot be multiplied"));
-}
+struct Refused {
+  OpKind kind;
+  ReduceOp op;
+  DType dtype;
+  const char* text;  ///< nullptr: it is not.
+  void (*change)(Signature&) = [](Signature&) {};
+};
 
-TEST(Engine, RefusesBitwiseOpsOfFloatsAndTheirFactorsByName) {
-  SteppedJob job(1);
-  Signature signature = Floats(4, ReduceOp::kBitXor);
-  const KeyName name{0, OpKind::kReducescatter, "bits"};
-  const Status floats = job.engine(0).operations().Prepare(name, signature).status();
-  EXPECT_EQ(floats.code(), Code::kInvalidArgument);
-  EXPECT_THAT(floats.message(), HasSubstr("\"bits\": bit_xor is not defined for float32"));
-  signature.tensors[0].dtype = DType::kInt32;
-  EXPECT_TRUE(job.engine(0).operations().Prepare(name, signature).ok());
-  signature.device = DeviceKind::kCuda;
-  const Status on_gpu = job.engine(0).operations().Prepare(name, signature).status();
-  EXPECT_EQ(on_gpu.code(), Code::kInvalidArgument);
-  EXPECT_THAT(on_gpu.message(), HasSubstr("bit_xor is not offered for tensors on a GPU"));
-  signature.device = DeviceKind::kCpu;
-  signature.postscale = 2.0;
-  const Status scaled = job.engine(0).operations().Prepare(name, signature).status();
-  EXPECT_EQ(scaled.code(), Code::kInvalidArgument);
-  EXPECT_THAT(scaled.message(), HasSubstr("\"bits\": bit_xor cannot be multiplied"));
-}
+constexpr Refused kRefused[] = {
+    {OpKind::kAllreduce, ReduceOp::kMax, DType::kBool, "bool cannot be multiplied",
+     [](Signature& s) { s.prescale = 2.0; }},
+    {OpKind::kAllreduce, ReduceOp::kPreMulSum, DType::kBool, "premul_sum is not defined for bool"},
+    {OpKind::kReducescatter, ReduceOp::kBitXor, DType::kFloat32,
+     "bit_xor is not defined for float32"},
+    {OpKind::kReducescatter, ReduceOp::kBitXor, DType::kInt32, nullptr},
+    {OpKind::kReducescatter, ReduceOp::kBitXor, DType::kInt32,
+     "bit_xor is not offered for tensors on a GPU",
+     [](Signature& s) { s.device = DeviceKind::kCuda; }},
+    {OpKind::kReducescatter, ReduceOp::kBitXor, DType::kInt32, "bit_xor cannot be multiplied",
+     [](Signature& s) { s.postscale = 2.0; }},
+    {OpKind::kAllreduce, ReduceOp::kAdasum, DType::kFloat32, nullptr},
+    {OpKind::kReducescatter, ReduceOp::kAdasum, DType::kFloat32, "adasum needs the whole tensor"},
+    {OpKind::kAllreduce, ReduceOp::kAdasum, DType::kFloat32, "copy the tensor into host memory",
+     [](Signature& s) { s.device = DeviceKind::kCuda; }},
+    {OpKind::kAllreduce, ReduceOp::kAdasum, DType::kInt64,
+     "adasum is not defined for int64; expected float16, bfloat16, float32 or float64"},
+    {OpKind::kAllreduce, ReduceOp::kMax, DType::kFloat8E5m2,
+     "float8_e5m2 cannot be reduced, only moved by broadcast, allgather and alltoall; expected "
+     "bool, uint8, int8, int16, int32, int64, float16, bfloat16, float32 or float64"},
+    {OpKind::kReducescatter, ReduceOp::kMax, DType::kFloat8E5m2,
+     "float8_e5m2 cannot be reduced, only moved by"},
+};
 
-TEST(Engine, RefusesToReduceWhatIsOnlyMovedAndNamesWhatCanBeReduced) {
+TEST(Engine, RefusesByNameWhatCannotBeReducedBeforeAnythingStarts) {
   SteppedJob job(1);
-  for (const OpKind kind : {OpKind::kAllreduce, OpKind::kReducescatter}) {
-    Signature signature = Floats(4, ReduceOp::kMax);
-    signature.tensors.push_back({"", DType::kFloat8E5m2, {4}});
-    const Status refused = job.engine(0).operations().Prepare({0, kind, "x"}, signature).status();
-    EXPECT_EQ(refused.code(), Code::kInvalidArgument);
-    EXPECT_EQ(refused.message(),
-              std::string(Name(kind)) +
-                  " \"x\": float8_e5m2 cannot be reduced, only moved by broadcast, allgather and "
-                  "alltoall; expected bool, uint8, int8, int16, int32, int64, float16, bfloat16, "
-                  "float32 or float64");
+  for (const Refused& row : kRefused) {
+    Signature signature = Floats(4, row.op);
+    signature.tensors[0].dtype = row.dtype;
+    row.change(signature);
+    const Status status =
+        job.engine(0).operations().Prepare({0, row.kind, "x"}, signature).status();
+    EXPECT_EQ(status.ok(), row.text == nullptr) << status.message();
+    if (row.text == nullptr) continue;
+    EXPECT_EQ(status.code(), Code::kInvalidArgument);
+    EXPECT_THAT(status.message(), StartsWith(std::string(Name(row.kind)) + " \"x\": "));
+    EXPECT_THAT(status.message(), HasSubstr(row.text));
   }
 }
 
@@ -186,15 +214,6 @@ TEST(Engine, BroadcastsWhatIsOnlyMoved) {
   }
 }
 
-TEST(Engine, RefusesAPreMulSumOfBool) {
-  SteppedJob job(1);
-  Signature signature = Floats(4, ReduceOp::kPreMulSum);
-  signature.tensors[0].dtype = DType::kBool;
-  const Status refused =
-      job.engine(0).operations().Prepare({0, OpKind::kAllreduce, "flags"}, signature).status();
-  EXPECT_THAT(refused.message(), HasSubstr("premul_sum is not defined for bool"));
-}
-
 Signature PreMulSum(int64_t count, double factor) {
   Signature signature = Floats(count, ReduceOp::kPreMulSum);
   signature.prescale = factor;
@@ -203,93 +222,45 @@ Signature PreMulSum(int64_t count, double factor) {
 
 // Rank r multiplies by r + 1, then by r + 2 and so on: rounds by signature and by id.
 TEST(Engine, MultipliesAPreMulSumByEachRanksOwnFactor) {
-  SteppedJob job(3);
+  Ranks job(3);
   for (int round = 0; round < 4; ++round) {
-    std::vector<Tensor> tensors(6);
     for (int r = 0; r < 3; ++r) {
-      for (int k = 0; k < 2; ++k) {
-        Tensor& tensor = tensors[static_cast<size_t>(2 * r + k)];
-        tensor.data.assign(5, 1.0f);
-        const double factor = k == 0 ? r + 1 + round : 0.5;
-        ASSERT_TRUE(StartOn(job.engine(r), {0, OpKind::kAllreduce, k == 0 ? "t" : "u"},
-                            PreMulSum(5, factor), tensor)
-                        .ok());
-      }
+      ASSERT_TRUE(job.Start(r, "t", PreMulSum(5, r + 1 + round)).ok());
+      ASSERT_TRUE(job.Start(r, "u", PreMulSum(5, 0.5)).ok());
     }
-    job.SettleHeld();
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      ASSERT_TRUE(tensors[i].work->done());
-      ASSERT_TRUE(tensors[i].work->status().ok()) << tensors[i].work->status().message();
-      const float sum = i % 2 == 0 ? static_cast<float>(6 + 3 * round) : 1.5f;
-      EXPECT_EQ(tensors[i].data, std::vector<float>(5, sum));
-    }
+    const std::vector<float> t(5, static_cast<float>(6 + 3 * round)), u(5, 1.5f);
+    EXPECT_THAT(job.Results(), ElementsAre(t, u, t, u, t, u));
   }
   EXPECT_EQ(job.counters(0).Get(Counter::kBatches), 8);  // none fused
 }
 
-TEST(Engine, ReducesAPreMulSumWithoutARankThatJoined) {
-  SteppedJob job(3);
-  ASSERT_TRUE(job.engine(2).Join().ok());
-  std::vector<Tensor> tensors(2);
-  for (int r = 0; r < 2; ++r) {
-    Tensor& tensor = tensors[static_cast<size_t>(r)];
-    tensor.data.assign(4, 1.0f);
-    ASSERT_TRUE(
-        StartOn(job.engine(r), {0, OpKind::kAllreduce, "t"}, PreMulSum(4, r + 2), tensor).ok());
+TEST(Engine, ReducesWithoutARankThatJoined) {
+  Ranks job(3);
+  ASSERT_TRUE(job.engine(1).Join().ok());
+  for (const int r : {0, 2}) {
+    ASSERT_TRUE(job.Start(r, "t", PreMulSum(4, r + 1)).ok());
+    ASSERT_TRUE(job.Start(r, "u", Floats(1, ReduceOp::kAdasum), static_cast<float>(r + 2)).ok());
   }
-  job.SettleHeld();
-  for (const Tensor& tensor : tensors) {
-    ASSERT_TRUE(tensor.work->done() && tensor.work->status().ok());
-    EXPECT_EQ(tensor.data, std::vector<float>(4, 5.0f));
-  }
-}
-
-TEST(Engine, RefusesAnAdasumOfIntegersOfPartsAndOnAGpuByName) {
-  SteppedJob job(1);
-  Signature signature = Floats(4, ReduceOp::kAdasum);
-  const KeyName name{0, OpKind::kAllreduce, "delta"};
-  EXPECT_TRUE(job.engine(0).operations().Prepare(name, signature).ok());
-  const Status parts =
-      job.engine(0).operations().Prepare({0, OpKind::kReducescatter, "delta"}, signature).status();
-  EXPECT_EQ(parts.code(), Code::kInvalidArgument);
-  EXPECT_THAT(parts.message(), HasSubstr("\"delta\": adasum needs the whole tensor"));
-  signature.device = DeviceKind::kCuda;
-  const Status on_gpu = job.engine(0).operations().Prepare(name, signature).status();
-  EXPECT_EQ(on_gpu.code(), Code::kInvalidArgument);
-  EXPECT_THAT(on_gpu.message(), HasSubstr("copy the tensor into host memory"));
-  signature.device = DeviceKind::kCpu;
-  signature.tensors[0].dtype = DType::kInt64;
-  const Status integers = job.engine(0).operations().Prepare(name, signature).status();
-  EXPECT_EQ(integers.code(), Code::kInvalidArgument);
-  EXPECT_THAT(integers.message(),
-              HasSubstr("\"delta\": adasum is not defined for int64; expected float16, bfloat16, "
-                        "float32 or float64"));
+  const std::vector<float> t(4, 4.0f), u{3.0f};
+  EXPECT_THAT(job.Results(), ElementsAre(t, u, t, u));
 }
 
 // Of one element each, whose adasum is the mean: two fused keys, then a sum behind them.
 TEST(Engine, RunsAdasumsOfSeveralTensorsAmongOtherBatches) {
-  SteppedJob job(3);
+  Ranks job(3);
   int64_t allocations = 0;
   for (int round = 0; round < 50; ++round) {
-    std::vector<Tensor> tensors(9);
     for (int r = 0; r < 3; ++r) {
       for (int k = 0; k < 3; ++k) {
-        Tensor& tensor = tensors[static_cast<size_t>(3 * r + k)];
-        tensor.data.assign(1, static_cast<float>((r + 1) * (k + 1)));
         const ReduceOp op = k < 2 ? ReduceOp::kAdasum : ReduceOp::kSum;
-        ASSERT_TRUE(StartOn(job.engine(r), {0, OpKind::kAllreduce, std::to_string(k)},
-                            Floats(1, op), tensor)
-                        .ok());
+        const auto value = static_cast<float>((r + 1) * (k + 1));
+        ASSERT_TRUE(job.Start(r, std::to_string(k), Floats(1, op), value).ok());
       }
     }
     const int64_t now = job.SettleHeld();
     if (round >= 40) allocations += now;
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      ASSERT_TRUE(tensors[i].work->done());
-      ASSERT_TRUE(tensors[i].work->status().ok()) << tensors[i].work->status().message();
-      const float expected[] = {2.25f, 4.5f, 18};  // ((1 + 2) / 2 + 3) / 2
-      EXPECT_EQ(tensors[i].data[0], expected[i % 3]);
-    }
+    const std::vector<float> mean{2.25f}, twice{4.5f}, sum{18};  // ((1 + 2) / 2 + 3) / 2
+    EXPECT_THAT(job.Results(), ElementsAre(mean, twice, sum, mean, twice, sum, mean, twice, sum));
   }
   EXPECT_EQ(allocations, 0);
   EXPECT_LE(job.counters(0).Get(Counter::kBatches), 100 + 2);  // fused once both are known by id
@@ -301,12 +272,9 @@ TEST(Engine, EndsOnAllRanksWhenOneRunsOutOfMemory) {
   bool is_reached = true;
   int failures = 0;
   for (int64_t nth = 1; is_reached; ++nth) {
-    SteppedJob job(2);
-    Tensor tensors[2] = {{std::vector<float>(64, 1), nullptr},
-                         {std::vector<float>(64, 1), nullptr}};
+    Ranks job(2);
     for (int r = 0; r < 2; ++r) {
-      const KeyName name{kGlobalSet, OpKind::kAllreduce, "a tensor with a name that needs memory"};
-      ASSERT_TRUE(StartOn(job.engine(r), name, Floats(64), tensors[r]).ok());
+      ASSERT_TRUE(job.Start(r, "a tensor with a name that needs memory", Floats(64)).ok());
     }
     is_reached = false;
     for (int step = 0; step < 20; ++step) {
@@ -317,7 +285,7 @@ TEST(Engine, EndsOnAllRanksWhenOneRunsOutOfMemory) {
       is_reached = is_reached || failure.has_failed();
     }
     job.SettleHeld();
-    for (const Tensor& tensor : tensors) {
+    for (const Ranks::Tensor& tensor : job.started) {
       ASSERT_TRUE(tensor.work->done()) << "allocation " << nth;
       if (tensor.work->status().ok()) continue;
       ++failures;
@@ -362,25 +330,6 @@ TEST(Engine, StartsAKnownOperationWithOneAllocationAndNegotiatesItWithNone) {
   }
 }
 
-TEST(Engine, RunsAnAdasumWithoutARankThatJoined) {
-  SteppedJob job(3);
-  ASSERT_TRUE(job.engine(1).Join().ok());
-  std::vector<Tensor> tensors(3);
-  for (const int r : {0, 2}) {
-    Tensor& tensor = tensors[static_cast<size_t>(r)];
-    tensor.data = {static_cast<float>(r + 2), 0, 0};
-    ASSERT_TRUE(
-        StartOn(job.engine(r), {0, OpKind::kAllreduce, "t"}, Floats(3, ReduceOp::kAdasum), tensor)
-            .ok());
-  }
-  job.SettleHeld();
-  for (const int r : {0, 2}) {
-    const Tensor& tensor = tensors[static_cast<size_t>(r)];
-    ASSERT_TRUE(tensor.work->done() && tensor.work->status().ok());
-    EXPECT_EQ(tensor.data, (std::vector<float>{3, 0, 0}));
-  }
-}
-
 TEST(Engine, StartsNothingThatAnotherThreadHasDescribedAnew) {
   SteppedJob job(1);
   uint32_t version = 0;
@@ -396,105 +345,68 @@ TEST(Engine, StartsNothingThatAnotherThreadHasDescribedAnew) {
 }
 
 TEST(Engine, RefusesADifferentShapeOnAllRanksByNameAndGoesOn) {
-  SteppedJob job(3);
+  Ranks job(3);
   for (int round = 0; round < 5; ++round) {  // unknown, seen once, known by id, ...
-    std::vector<Tensor> tensors(3);
+    const bool odd = round % 2 == 1;
     for (int r = 0; r < 3; ++r) {
-      Tensor& tensor = tensors[static_cast<size_t>(r)];
-      tensor.data.assign(8, 1.0f);
-      const bool odd = round % 2 == 1 && r == 2;
-      ASSERT_TRUE(StartOn(job.engine(r), {0, OpKind::kAllreduce, "layer1.weight"},
-                          Floats(odd ? 7 : 8), tensor)
-                      .ok());
+      ASSERT_TRUE(job.Start(r, "layer1.weight", Floats(odd && r == 2 ? 7 : 8)).ok());
+    }
+    if (!odd) {
+      EXPECT_THAT(job.Results(), Each(std::vector<float>(8, 3.0f)));
+      continue;
     }
     job.SettleHeld();
-    for (const Tensor& tensor : tensors) {
+    for (const Ranks::Tensor& tensor : std::exchange(job.started, {})) {
       ASSERT_TRUE(tensor.work->done());
-      if (round % 2 == 0) {
-        EXPECT_TRUE(tensor.work->status().ok()) << tensor.work->status().message();
-        EXPECT_EQ(tensor.data[7], 3.0f);
-        continue;
-      }
       EXPECT_EQ(tensor.work->status().code(), Code::kMismatch);
-      EXPECT_THAT(tensor.work->status().message(), HasSubstr("layer1.weight"));
-      EXPECT_THAT(tensor.work->status().message(), HasSubstr("rank 2 sent float32 [7]"));
-      EXPECT_THAT(tensor.work->status().message(), HasSubstr("float32 [8]"));
+      EXPECT_THAT(tensor.work->status().message(),
+                  AllOf(HasSubstr("layer1.weight"), HasSubstr("rank 2 sent float32 [7]"),
+                        HasSubstr("float32 [8]")));
     }
   }
 }
 
 TEST(Engine, HoldsSmallSubmissionsForTheLingerTimeAndDecidesThemTogether) {
-  SteppedJob job(2);
-  std::vector<std::vector<Tensor>> tensors(2, std::vector<Tensor>(50));
-  for (int r = 0; r < 2; ++r) {
-    for (size_t i = 0; i < 50; ++i) {
-      Tensor& tensor = tensors[static_cast<size_t>(r)][i];
-      tensor.data.assign(4, 1.0f);
-      ASSERT_TRUE(StartOn(job.engine(r), {0, OpKind::kAllreduce, "t" + std::to_string(i)},
-                          Floats(4), tensor)
-                      .ok());
-      job.Settle();
-    }
+  Ranks job(2);
+  for (int i = 0; i < 100; ++i) {
+    ASSERT_TRUE(job.Start(i / 50, "t" + std::to_string(i % 50), Floats(4)).ok());
+    job.Settle();
   }
-  EXPECT_FALSE(tensors[0][0].work->done());
-  job.SettleHeld();
-  EXPECT_TRUE(tensors[0][49].work->done());
+  EXPECT_FALSE(job.started[0].work->done());
+  EXPECT_THAT(job.Results(), Each(std::vector<float>(4, 2.0f)));
   EXPECT_EQ(job.counters(0).Get(Counter::kBatches), 1);
 }
 
 TEST(Engine, RefusesASecondStartOfAnOperationInFlight) {
-  SteppedJob job(2);
-  Tensor tensor{std::vector<float>(4, 1.0f), nullptr};
-  Tensor again{std::vector<float>(4, 1.0f), nullptr};
-  const KeyName name{0, OpKind::kAllreduce, "t"};
-  ASSERT_TRUE(StartOn(job.engine(0), name, Floats(4), tensor).ok());
-  const Status same = StartOn(job.engine(0), name, Floats(4), again);
+  Ranks job(2);
+  ASSERT_TRUE(job.Start(0, "t", Floats(4)).ok());
+  const Status same = job.Start(0, "t", Floats(4));
   EXPECT_EQ(same.code(), Code::kInvalidArgument);
   EXPECT_THAT(same.message(), HasSubstr("already in flight"));
-  const Status other = StartOn(job.engine(0), name, Floats(5), again);
-  EXPECT_EQ(other.code(), Code::kInvalidArgument);
+  EXPECT_EQ(job.Start(0, "t", Floats(5)).code(), Code::kInvalidArgument);
 }
 
-TEST(Engine, FinishesABarrierWithoutABatch) {
-  SteppedJob job(3);
-  std::vector<Tensor> tensors(3);
-  const KeyName name{0, OpKind::kBarrier, "b"};
-  ASSERT_TRUE(StartOn(job.engine(0), name, Signature{}, tensors[0]).ok());
-  ASSERT_TRUE(StartOn(job.engine(1), name, Signature{}, tensors[1]).ok());
-  job.SettleHeld();
-  EXPECT_FALSE(tensors[0].work->done());
-  ASSERT_TRUE(StartOn(job.engine(2), name, Signature{}, tensors[2]).ok());
-  job.SettleHeld();
-  for (const Tensor& tensor : tensors)
-    EXPECT_TRUE(tensor.work->done() && tensor.work->status().ok());
-  EXPECT_EQ(job.counters(0).Get(Counter::kBatches), 0);
-}
-
-TEST(Engine, FinishesAnEmptyTensor) {
-  SteppedJob job(2);
-  std::vector<Tensor> tensors(2);
-  for (int r = 0; r < 2; ++r) {
-    ASSERT_TRUE(StartOn(job.engine(r), {0, OpKind::kAllreduce, "e"}, Floats(0),
-                        tensors[static_cast<size_t>(r)])
-                    .ok());
+TEST(Engine, FinishesABarrierAndAnEmptyTensorWithoutABatch) {
+  for (const KeyName& name : {KeyName{0, OpKind::kBarrier, "b"}, {0, OpKind::kAllreduce, "e"}}) {
+    Ranks job(3);
+    const Signature signature = name.kind == OpKind::kBarrier ? Signature() : Floats(0);
+    for (const int r : {0, 1}) ASSERT_TRUE(job.Start(r, name, signature).ok());
+    job.SettleHeld();
+    EXPECT_FALSE(job.started[0].work->done());
+    ASSERT_TRUE(job.Start(2, name, signature).ok());
+    EXPECT_EQ(job.Results().size(), 3u);
+    EXPECT_EQ(job.counters(0).Get(Counter::kBatches), 0);
   }
-  job.SettleHeld();
-  EXPECT_TRUE(tensors[0].work->done() && tensors[1].work->done());
 }
 
 TEST(Engine, LetsAJoinedRankServeTheOthers) {
-  SteppedJob job(3);
+  Ranks job(3);
   Result<std::shared_ptr<Work>> joined = job.engine(2).Join();
   ASSERT_TRUE(joined.ok());
-  std::vector<Tensor> tensors(2);
-  for (int r = 0; r < 2; ++r) {
-    tensors[static_cast<size_t>(r)].data.assign(10, 3.0f);
-    ASSERT_TRUE(StartOn(job.engine(r), {0, OpKind::kAllreduce, "t"}, Floats(10, ReduceOp::kAverage),
-                        tensors[static_cast<size_t>(r)])
-                    .ok());
+  for (const int r : {0, 1}) {
+    ASSERT_TRUE(job.Start(r, "t", Floats(10, ReduceOp::kAverage), 3).ok());
   }
-  job.SettleHeld();
-  for (const Tensor& tensor : tensors) EXPECT_EQ(tensor.data, std::vector<float>(10, 2.0f));
+  EXPECT_THAT(job.Results(), Each(std::vector<float>(10, 2.0f)));
   Result<std::shared_ptr<Work>> first = job.engine(0).Join();
   job.SettleHeld();
   EXPECT_FALSE(joined.value()->done());
@@ -506,14 +418,14 @@ TEST(Engine, LetsAJoinedRankServeTheOthers) {
 }
 
 TEST(Engine, AbortsPendingWorkNamingTheRankThatLeft) {
-  SteppedJob job(2);
-  Tensor tensor{std::vector<float>(4, 1.0f), nullptr};
-  ASSERT_TRUE(StartOn(job.engine(0), {0, OpKind::kAllreduce, "t"}, Floats(4), tensor).ok());
+  Ranks job(2);
+  ASSERT_TRUE(job.Start(0, "t", Floats(4)).ok());
   std::shared_ptr<Work> left = job.engine(1).Leave();
   job.SettleHeld();
-  ASSERT_TRUE(tensor.work->done());
-  EXPECT_EQ(tensor.work->status().code(), Code::kAborted);
-  EXPECT_THAT(tensor.work->status().message(), HasSubstr("rank 1"));
+  const Work& work = *job.started[0].work;
+  ASSERT_TRUE(work.done());
+  EXPECT_EQ(work.status().code(), Code::kAborted);
+  EXPECT_THAT(work.status().message(), HasSubstr("rank 1"));
   EXPECT_FALSE(left->done());
   std::shared_ptr<Work> last = job.engine(0).Leave();
   job.SettleHeld();
@@ -543,75 +455,40 @@ TEST(Engine, SaysWhyASetIsGoneToWhoeverAsksForIt) {
 }
 
 TEST(Engine, RunsBatchesOnAProcessSet) {
-  SteppedJob job(3);
+  Ranks job(3);
   std::vector<std::shared_ptr<Work>> adding;
-  for (int r = 0; r < 3; ++r) {
-    Result<std::shared_ptr<Work>> added = job.engine(r).AddSet({0, 2});
-    ASSERT_TRUE(added.ok());
-    adding.push_back(added.value());
-  }
+  for (int r = 0; r < 3; ++r) adding.push_back(job.engine(r).AddSet({0, 2}).value());
   job.SettleHeld();
   for (const std::shared_ptr<Work>& work : adding) ASSERT_TRUE(work->done() && work->status().ok());
-  const uint32_t uid = job.engine(0).operations().SetOf({0, 2}).value().uid;
-  std::vector<Tensor> tensors(2);
-  for (int i = 0; i < 2; ++i) {
-    tensors[static_cast<size_t>(i)].data.assign(4, 1.0f);
-    ASSERT_TRUE(StartOn(job.engine(2 * i), {uid, OpKind::kAllreduce, "t"}, Floats(4),
-                        tensors[static_cast<size_t>(i)])
-                    .ok());
-  }
-  job.SettleHeld();
-  for (const Tensor& tensor : tensors) EXPECT_EQ(tensor.data[0], 2.0f);
-  Tensor outsider{std::vector<float>(4, 1.0f), nullptr};
-  const Status refused =
-      StartOn(job.engine(1), {uid, OpKind::kAllreduce, "t"}, Floats(4), outsider);
+  const KeyName name{job.engine(0).operations().SetOf({0, 2}).value().uid, OpKind::kAllreduce, "t"};
+  for (const int r : {0, 2}) ASSERT_TRUE(job.Start(r, name, Floats(4)).ok());
+  EXPECT_THAT(job.Results(), Each(std::vector<float>(4, 2.0f)));
+  const Status refused = job.Start(1, name, Floats(4));
   EXPECT_EQ(refused.code(), Code::kInvalidArgument);
   EXPECT_THAT(refused.message(), HasSubstr("no member"));
 }
 
-TEST(Engine, ReportsAStallOnAllRanksNamingTheMissing) {
-  EngineOptions options = SteppedJob::Stepped();
-  options.negotiation.stall_ns = 10 * kNsPerSecond;
-  SteppedJob job(3, options);
-  Tensor tensor{std::vector<float>(4, 1.0f), nullptr};
-  ASSERT_TRUE(
-      StartOn(job.engine(1), {0, OpKind::kAllreduce, "late.weight"}, Floats(4), tensor).ok());
-  job.SettleHeld();
-  for (int i = 0; i < 20; ++i) {
-    job.clock().Advance(kNsPerSecond);
-    job.Settle();
-  }
-  for (int r = 0; r < 3; ++r) {
-    ASSERT_EQ(job.log(r).size(), 1u) << "rank " << r;
-    EXPECT_THAT(job.log(r).front(), HasSubstr("allreduce \"late.weight\": rank 1 waits"));
-    EXPECT_THAT(job.log(r).front(), HasSubstr("missing: rank 0"));
-    EXPECT_THAT(job.log(r).front(), HasSubstr("rank 2"));
-  }
-  EXPECT_FALSE(tensor.work->done());
-}
-
-TEST(Engine, EndsOnAllRanksByTheErrorOfAStallShutdown) {
+TEST(Engine, ReportsAStallOnAllRanksNamingTheMissingAndEndsByItsError) {
   EngineOptions options = SteppedJob::Stepped();
   options.negotiation.stall_ns = kNsPerSecond;
   options.negotiation.stall_shutdown_ns = 5 * kNsPerSecond;
-  SteppedJob job(3, options);
-  Tensor tensor{std::vector<float>(4, 1.0f), nullptr};
-  ASSERT_TRUE(StartOn(job.engine(1), {0, OpKind::kAllreduce, "w"}, Floats(4), tensor).ok());
+  Ranks job(3, options);
+  ASSERT_TRUE(job.Start(1, "late.weight", Floats(4)).ok());
   job.SettleHeld();
-  for (int i = 0; i < 4; ++i) {
-    job.clock().Advance(kNsPerSecond);
-    job.Settle();
-  }
-  EXPECT_FALSE(tensor.work->done());
-  for (int i = 0; i < 4; ++i) {
-    job.clock().Advance(kNsPerSecond);
-    job.Settle();
-  }
-  ASSERT_TRUE(tensor.work->done());
+  job.Pass(4);
+  EXPECT_FALSE(job.started[0].work->done());
   for (int r = 0; r < 3; ++r) {
-    EXPECT_EQ(job.engine(r).lifecycle().final_error().code(), Code::kTimeout) << "rank " << r;
-    EXPECT_THAT(job.engine(r).lifecycle().final_error().message(),
-                HasSubstr("allreduce \"w\": rank 1 waits"));
+    ASSERT_FALSE(job.log(r).empty()) << "rank " << r;
+    EXPECT_THAT(job.log(r).front(),
+                AllOf(HasSubstr("allreduce \"late.weight\""), HasSubstr(": rank 1 waits"),
+                      HasSubstr("missing: rank 0"), HasSubstr("rank 2")));
+  }
+  job.Pass(4);
+  ASSERT_TRUE(job.started[0].work->done());
+  for (int r = 0; r < 3; ++r) {
+    const Status error = job.engine(r).lifecycle().final_error();
+    EXPECT_EQ(error.code(), Code::kTimeout) << "rank " << r;
+    EXPECT_THAT(error.message(), HasSubstr("allreduce \"late.weight\": rank 1 waits"));
   }
 }
 

@@ -53,98 +53,87 @@ class Decision {
   std::vector<BatchPlan> plans_;
 };
 
-TEST(FormBatches, FusesUpToTheLimitExactly) {
-  Decision work;
-  for (int i = 0; i < 3; ++i) work.Add({{DType::kFloat32, 2}});
-  EXPECT_EQ(work.Batches(24), "0.0 1.0 2.0");
-  EXPECT_EQ(work.plan(0).bytes, 24);
+constexpr auto kFloat = DType::kFloat32, kInt = DType::kInt64;
+
+struct Row {
+  const char* rule;
+  void (*fill)(Decision&);
+  int64_t threshold_bytes;
+  const char* batches;
+};
+
+/// Two tensors with a value and an empty one between them.
+void AddThree(Decision& d, OpKind kind) { d.Add({{kFloat}, {kFloat, 0}, {kFloat}}, {}, {}, kind); }
+void AddThreeOfTwo(Decision& d) {
+  for (int i = 0; i < 3; ++i) d.Add({{kFloat, 2}});
 }
 
-TEST(FormBatches, SplitsWhenNextTensorWouldExceedTheLimit) {
-  Decision work;
-  for (int i = 0; i < 3; ++i) work.Add({{DType::kFloat32, 2}});
-  EXPECT_EQ(work.Batches(23), "0.0 1.0|2.0");
-}
+constexpr Row kRows[] = {
+    {"up to the limit exactly", AddThreeOfTwo, 24, "0.0 1.0 2.0"},
+    {"the next tensor would exceed the limit", AddThreeOfTwo, 23, "0.0 1.0|2.0"},
+    {"a tensor beyond the limit has a batch of its own",
+     [](Decision& d) {
+       d.Add({{kFloat}}), d.Add({{kFloat, 100}}), d.Add({{kFloat}});
+     },
+     8, "0.0|1.0|2.0"},
+    {"nothing is fused without a limit",
+     [](Decision& d) {
+       d.Add({{kFloat}, {kFloat}});
+     },
+     0, "0.0|0.1"},
+    {"dtypes are apart, and it goes on with each",
+     [](Decision& d) {
+       d.Add({{kFloat}, {kInt}, {kFloat}, {kInt}});
+     },
+     1000, "0.0 0.2|0.1 0.3"},
+    {"reduce ops are apart",
+     [](Decision& d) {
+       d.Add({{kFloat}}), d.Add({{kFloat}});
+       d.last().op = ReduceOp::kAverage;
+     },
+     1000, "0.0|1.0"},
+    {"a batch has one factor, and ranks do not know each other's",
+     [](Decision& d) {
+       d.Add({{kFloat}, {kFloat}}), d.last().op = ReduceOp::kPreMulSum;
+       d.Add({{kFloat}, {kFloat}}), d.last().op = ReduceOp::kPreMulSum;
+     },
+     1000, "0.0 0.1|1.0 1.1"},
+    {"roots of broadcasts are apart",
+     [](Decision& d) {
+       for (const int root : {0, 1, 0}) {
+         d.Add({{kFloat}}, {}, {}, OpKind::kBroadcast), d.last().root = root;
+       }
+     },
+     1000, "0.0 2.0|1.0"},
+    {"skipped and empty tensors are left out",
+     [](Decision& d) {
+       d.Add({{kFloat}, {kFloat, 0}, {kFloat}}, {}, {0b001});
+     },
+     1000, "0.2"},
+    {"an allgather fuses nothing", [](Decision& d) { AddThree(d, OpKind::kAllgather); }, 1000,
+     "0.0|0.2"},
+    {"a reducescatter fuses nothing", [](Decision& d) { AddThree(d, OpKind::kReducescatter); },
+     1000, "0.0|0.2"},
+    {"an alltoall fuses nothing", [](Decision& d) { AddThree(d, OpKind::kAlltoall); }, 1000,
+     "0.0|0.2"},
+};
 
-TEST(FormBatches, GivesATensorBeyondTheLimitABatchOfItsOwn) {
-  Decision work;
-  work.Add({{DType::kFloat32, 1}});
-  work.Add({{DType::kFloat32, 100}});
-  work.Add({{DType::kFloat32, 1}});
-  EXPECT_EQ(work.Batches(8), "0.0|1.0|2.0");
-}
-
-TEST(FormBatches, FusesNothingWithoutALimit) {
-  Decision work;
-  work.Add({{DType::kFloat32, 1}, {DType::kFloat32, 1}});
-  EXPECT_EQ(work.Batches(0), "0.0|0.1");
-}
-
-TEST(FormBatches, KeepsDtypesApartAndGoesOnWithEach) {
-  Decision work;
-  work.Add({{DType::kFloat32, 1}, {DType::kInt64, 1}, {DType::kFloat32, 1}, {DType::kInt64, 1}});
-  EXPECT_EQ(work.Batches(1000), "0.0 0.2|0.1 0.3");
-}
-
-TEST(FormBatches, KeepsReduceOpsApart) {
-  Decision work;
-  work.Add({{DType::kFloat32, 1}});
-  work.Add({{DType::kFloat32, 1}});
-  work.last().op = ReduceOp::kAverage;
-  EXPECT_EQ(work.Batches(1000), "0.0|1.0");
-}
-
-// A batch has one factor, and ranks do not know each other's.
-TEST(FormBatches, FusesTensorsOfOnePreMulSumOnly) {
-  Decision work;
-  for (int i = 0; i < 2; ++i) {
-    work.Add({{DType::kFloat32, 1}, {DType::kFloat32, 1}});
-    work.last().op = ReduceOp::kPreMulSum;
+TEST(FormBatches, FusesWhatMayBeFusedAgainAndAgain) {
+  for (const Row& row : kRows) {
+    Decision work;
+    row.fill(work);
+    EXPECT_EQ(work.Batches(row.threshold_bytes), row.batches) << row.rule;
+    EXPECT_EQ(work.Batches(row.threshold_bytes), row.batches) << "reused: " << row.rule;
+    EXPECT_EQ(row.threshold_bytes == 24, work.plan(0).bytes == 24) << row.rule;
   }
-  EXPECT_EQ(work.Batches(1000), "0.0 0.1|1.0 1.1");
-}
-
-TEST(FormBatches, KeepsBroadcastRootsApart) {
-  Decision work;
-  for (const int root : {0, 1, 0}) {
-    work.Add({{DType::kFloat32, 1}}, {}, {}, OpKind::kBroadcast);
-    work.last().root = root;
-  }
-  EXPECT_EQ(work.Batches(1000), "0.0 2.0|1.0");
 }
 
 TEST(FormBatches, SplitsAGroupByAbsentSet) {
   Decision work;
-  work.Add({{DType::kFloat32, 1}, {DType::kFloat32, 1}, {DType::kFloat32, 1}}, {{4, {0b010}}});
+  work.Add({{kFloat}, {kFloat}, {kFloat}}, {{4, {0b010}}});
   EXPECT_EQ(work.Batches(1000), "0.0 0.2|0.1");
   EXPECT_EQ(work.plan(0).absent, std::vector<int32_t>());
   EXPECT_EQ(work.plan(1).absent, std::vector<int32_t>({4}));
-}
-
-TEST(FormBatches, LeavesOutSkippedAndEmptyTensors) {
-  Decision work;
-  work.Add({{DType::kFloat32, 1}, {DType::kFloat32, 0}, {DType::kFloat32, 1}}, {}, {0b001});
-  EXPECT_EQ(work.Batches(1000), "0.2");
-}
-
-class CutKinds : public testing::TestWithParam<OpKind> {};
-
-TEST_P(CutKinds, AreABatchForEachTensorThatIsNotEmpty) {
-  Decision work;
-  work.Add({{DType::kFloat32, 1}, {DType::kFloat32, 0}, {DType::kFloat32, 1}}, {}, {}, GetParam());
-  EXPECT_EQ(work.Batches(1000), "0.0|0.2");
-}
-
-INSTANTIATE_TEST_SUITE_P(Kinds, CutKinds,
-                         testing::Values(OpKind::kAllgather, OpKind::kReducescatter,
-                                         OpKind::kAlltoall),
-                         [](const auto& kind) { return std::string(Name(kind.param)); });
-
-TEST(FormBatches, ReusesWhatEarlierDecisionsLeft) {
-  Decision work;
-  work.Add({{DType::kFloat32, 1}, {DType::kInt64, 1}});
-  EXPECT_EQ(work.Batches(1000), "0.0|0.1");
-  EXPECT_EQ(work.Batches(1000), "0.0|0.1");
 }
 
 }  // namespace

@@ -3,9 +3,6 @@
 // differ.
 #include <gtest/gtest.h>
 
-#include <algorithm>
-#include <memory>
-#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -88,112 +85,70 @@ std::string Text(const DownMessage& message) {
   return text;
 }
 
-/// Remembers what runs.
-class ExampleRank final : public JobRank {
+NegotiationOptions TwoHosts() {
+  NegotiationOptions options;
+  options.parent = MakeTree(std::vector<int>{0, 0, 1, 1});
+  return options;
+}
+
+/// The four ranks of the example. Ranks 0 and 1 share a host, and ranks 2 and 3 another. A line for
+/// each message, in the order in which they are delivered; batches are done at once.
+class Example final : public NegotiationJob {
  public:
-  using JobRank::JobRank;
-  void OnWork(const WorkDecision& work) override { running.push_back(work.number); }
-  std::vector<int64_t> running;
-};
-
-/// The four ranks of the example. Ranks 0 and 1 share a host, and ranks 2 and 3 another.
-class ProtocolExample : public testing::Test {
- protected:
-  ProtocolExample() {
-    NegotiationOptions options;
-    options.size = 4;
-    options.parent = MakeTree(std::vector<int>{0, 0, 1, 1});
-    options.planes = {0, 0};
-    for (options.rank = 0; options.rank < options.size; ++options.rank) {
-      ranks_.push_back(std::make_unique<ExampleRank>(options));
-    }
-  }
-
-  ExampleRank& At(int rank) { return *ranks_[static_cast<size_t>(rank)]; }
-
-  void Submit(int rank, int64_t count) {
-    Negotiation& negotiation = At(rank).negotiation;
-    Signature signature;
-    signature.tensors.push_back({"", DType::kFloat32, {count}});
-    const KeyId key = negotiation.Intern({kGlobalSet, OpKind::kAllreduce, "w"});
-    ASSERT_TRUE(negotiation.Submit(key, signature, Vote()).ok());
-  }
-  void SubmitAll() {
-    for (int rank = 0; rank < 4; ++rank) Submit(rank, 1024);
-  }
-
-  /// Delivers all messages, those of the highest rank first, and finishes all batches.
-  /// @return A line for each message, in the order in which they were delivered.
-  std::string Settle() {
-    std::string transcript;
-    for (bool moved = true; moved;) {
-      moved = false;
-      for (int rank = 3; rank >= 0; --rank) {
-        const std::string lines = Deliver(rank);
-        moved |= !lines.empty();
-        transcript += lines;
-      }
-    }
-    return transcript;
-  }
-
-  static void Compare(const std::string& part, const std::string& transcript) {
-    const std::string wanted = "```\n" + transcript + "```\n";
-    EXPECT_TRUE(PartOfPage(FARANDOLE_TEST_DOCS "/protocol.md", part) == wanted)
-        << "docs/protocol.md should have as \"" << part << "\":\n"
-        << wanted;
+  Example() : NegotiationJob(4, TwoHosts()) {}
+  std::string Transcript() {
+    Settle();
+    return std::exchange(transcript_, {});
   }
 
  private:
-  std::string Deliver(int from) {
-    ExampleRank& rank = At(from);
-    for (const int64_t number : std::exchange(rank.running, {})) {
-      rank.negotiation.BatchDone(number, 0);
+  void Prepare(int rank) override {
+    for (const int64_t number : std::exchange((*this)[rank].running, {})) {
+      At(rank).BatchDone(number, 0);
     }
-    rank.negotiation.Flush();
-    std::string lines;
-    const auto add = [&](int to, const std::string& text) {
-      lines += std::to_string(from) + " to " + std::to_string(to) + "  " + text + "\n";
-    };
-    for (const auto& [to, message] : std::span(rank.up).first(std::exchange(rank.up_used, 0))) {
-      add(to, Text(message));
-      EXPECT_TRUE(At(to).negotiation.ReceiveUp(from, message).ok());
-    }
-    for (const auto& [to, message] : std::span(rank.down).first(std::exchange(rank.down_used, 0))) {
-      add(to, Text(message));
-      EXPECT_TRUE(At(to).negotiation.ReceiveDown(from, message).ok());
-    }
-    return lines;
+  }
+  void Note(int from, int to, const UpMessage& message) override { Add(from, to, Text(message)); }
+  void Note(int from, int to, const DownMessage& message) override { Add(from, to, Text(message)); }
+  void Add(int from, int to, const std::string& text) {
+    transcript_ += std::to_string(from) + " to " + std::to_string(to) + "  " + text + "\n";
   }
 
-  std::vector<std::unique_ptr<ExampleRank>> ranks_;
+  std::string transcript_;
 };
 
-TEST_F(ProtocolExample, ATensorIsUsedForTheFirstSecondAndThirdTime) {
+void Compare(const std::string& part, const std::string& transcript) {
+  const std::string wanted = "```\n" + transcript + "```\n";
+  EXPECT_TRUE(PartOfPage(FARANDOLE_TEST_DOCS "/protocol.md", part) == wanted)
+      << "docs/protocol.md should have as \"" << part << "\":\n"
+      << wanted;
+}
+
+TEST(ProtocolExample, ATensorIsUsedForTheFirstSecondAndThirdTime) {
+  Example job;
   for (const char* part : {"first use", "second use", "third use"}) {
-    SubmitAll();
-    Compare(part, Settle());
+    job.SubmitAll("w", Float({1024}));
+    Compare(part, job.Transcript());
   }
 }
 
-TEST_F(ProtocolExample, RanksDisagreeAndThenSomeJoin) {
+TEST(ProtocolExample, RanksDisagreeAndThenSomeJoin) {
+  Example job;
   for (int use = 0; use < 3; ++use) {
-    SubmitAll();
-    Settle();
+    job.SubmitAll("w", Float({1024}));
+    (void)job.Transcript();
   }
-  for (int rank = 0; rank < 3; ++rank) Submit(rank, 1024);
-  Submit(3, 2048);
-  Compare("mismatch", Settle());
-  for (int rank = 0; rank < 4; ++rank) {
-    ASSERT_EQ(At(rank).ended.size(), 1u);
-    Compare("error message", At(rank).ended.front().message() + "\n");
+  for (int r = 0; r < 4; ++r) ASSERT_TRUE(job.Submit(r, "w", Float({r < 3 ? 1024 : 2048})).ok());
+  Compare("mismatch", job.Transcript());
+  for (int r = 0; r < 4; ++r) {
+    ASSERT_EQ(job[r].ended.size(), 1u);
+    Compare("error message", job[r].ended.front().message() + "\n");
   }
-  for (const int rank : {0, 3}) ASSERT_TRUE(At(rank).negotiation.Join().ok());
-  for (const int rank : {1, 2}) Submit(rank, 1024);
-  Compare("join", Settle());
-  for (const int rank : {1, 2}) ASSERT_TRUE(At(rank).negotiation.Join().ok());
-  Compare("end of the join", Settle());
-  for (int rank = 0; rank < 4; ++rank) EXPECT_EQ(At(rank).last_joined, 1);
+  for (const int r : {0, 3}) ASSERT_TRUE(job.At(r).Join().ok());
+  for (const int r : {1, 2}) ASSERT_TRUE(job.Submit(r, "w", Float({1024})).ok());
+  Compare("join", job.Transcript());
+  for (const int r : {1, 2}) ASSERT_TRUE(job.At(r).Join().ok());
+  Compare("end of the join", job.Transcript());
+  for (int r = 0; r < 4; ++r) EXPECT_EQ(job[r].last_joined, 1);
 }
 
 }  // namespace

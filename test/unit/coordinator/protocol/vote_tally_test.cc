@@ -4,7 +4,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -38,80 +37,10 @@ NegotiationOptions ChainOfThree(int rank) {
   return options;
 }
 
-/// Rank 0 or 1 of a chain of three ranks, with one key that has id 5.
-class Tally : public testing::Test {
- protected:
-  void Open(int rank) {
-    node = std::make_unique<NodeState>(ChainOfThree(rank), sent);
-    tally = std::make_unique<VoteTally>(*node);
-    key = node->keys.Intern({kGlobalSet, OpKind::kAllreduce, "x"});
-    cached = node->keys.Bind(5, key, Floats());
-  }
-  Status VoteHere() { return tally->CountOwn(key, *cached, {}); }
-  Status VoteBelow() {
-    UpMessage votes;
-    votes.ids = {5};
-    return tally->ReceiveVotes(0, votes);
-  }
-
-  Sent sent;
-  std::unique_ptr<NodeState> node;
-  std::unique_ptr<VoteTally> tally;
-  KeyId key = 0;
-  const CachedSignature* cached = nullptr;
-};
-
-TEST_F(Tally, SendsAKeyUpOnceAllBelowHaveVoted) {
-  Open(1);
-  ASSERT_TRUE(VoteHere().ok());
-  tally->SendVotes();
-  EXPECT_THAT(sent.messages, IsEmpty());
-  ASSERT_TRUE(VoteBelow().ok());
-  tally->SendVotes();
-  ASSERT_EQ(sent.messages.size(), 1U);
-  EXPECT_THAT(sent.messages[0].ids, ElementsAre(5));
-}
-
-TEST_F(Tally, ListsCompleteKeysOnRankZero) {
-  Open(0);
-  ASSERT_TRUE(VoteBelow().ok());
-  EXPECT_THAT(tally->complete(), IsEmpty());
-  EXPECT_EQ(tally->open_rounds(), 1);
-  ASSERT_TRUE(VoteHere().ok());
-  ASSERT_EQ(tally->complete().size(), 1U);
-  EXPECT_EQ(tally->complete()[0].key, key);
-  EXPECT_THAT(sent.messages, IsEmpty());
-}
-
-TEST_F(Tally, ClosesNoRoundBeforeItIsComplete) {
-  Open(1);
-  const SetState& global = *node->sets.Find(kGlobalSet);
-  ASSERT_TRUE(VoteHere().ok());
-  EXPECT_THAT(tally->CloseRound(node->keys.At(key), global).message(),
-              HasSubstr("decided before it was complete"));
-  ASSERT_TRUE(VoteBelow().ok());
-  ASSERT_TRUE(tally->CloseRound(node->keys.At(key), global).ok());
-  EXPECT_EQ(tally->open_rounds(), 0);
-  EXPECT_TRUE(VoteHere().ok());
-}
-
-TEST_F(Tally, SendsWhatAJoinCompletesAheadOfTheJoin) {
-  Open(1);
-  ASSERT_TRUE(VoteHere().ok());
-  ASSERT_TRUE(tally->Join(2).ok());
-  ASSERT_EQ(sent.messages.size(), 2U);
-  EXPECT_EQ(sent.messages[0].type, UpType::kVotes);
-  ASSERT_EQ(sent.messages[0].keys.size(), 1U);
-  EXPECT_EQ(sent.messages[0].keys[0].absent, std::vector<RankMask>({{2, {1}}}));
-  EXPECT_EQ(sent.messages[1].type, UpType::kJoin);
-  EXPECT_EQ(sent.messages[1].rank, 2);
-  EXPECT_EQ(tally->last_joined(), 2);
-}
-
-/// Of three ranks in a chain, the one in the middle, with keys that have the ids 10, 11, 12, ...
+/// Rank 1 of three in a chain, with keys that have the ids 10, 11, 12, ...
 class SeveralKeys : public testing::Test {
  protected:
-  SeveralKeys() : node(ChainOfThree(1), sent), tally(node) {
+  explicit SeveralKeys(int rank = 1) : node(ChainOfThree(rank), sent), tally(node) {
     for (uint32_t i = 0; i < 6; ++i) {
       keys.push_back(node.keys.Intern({kGlobalSet, OpKind::kAllreduce, std::to_string(i)}));
       cached.push_back(node.keys.Bind(10 + i, keys.back(), Floats()));
@@ -124,6 +53,9 @@ class SeveralKeys : public testing::Test {
     UpMessage votes;
     votes.ids = std::move(ids);
     return tally.ReceiveVotes(0, votes);
+  }
+  Status Close(size_t key) {
+    return tally.CloseRound(node.keys.At(keys[key]), *node.sets.Find(kGlobalSet));
   }
   /// What goes up now.
   std::vector<uint32_t> Ids() {
@@ -139,15 +71,50 @@ class SeveralKeys : public testing::Test {
   std::vector<const CachedSignature*> cached;
 };
 
+class OnRankZero : public SeveralKeys {
+ protected:
+  OnRankZero() : SeveralKeys(0) {}
+};
+
+TEST_F(OnRankZero, AreListedOnceComplete) {
+  ASSERT_TRUE(VoteBelow({10}).ok());
+  EXPECT_THAT(tally.complete(), IsEmpty());
+  EXPECT_EQ(tally.open_rounds(), 1);
+  ASSERT_TRUE(VoteHere(0).ok());
+  ASSERT_EQ(tally.complete().size(), 1U);
+  EXPECT_EQ(tally.complete()[0].key, keys[0]);
+  EXPECT_THAT(sent.messages, IsEmpty());
+}
+
+TEST_F(SeveralKeys, HaveNoRoundClosedBeforeItIsComplete) {
+  ASSERT_TRUE(VoteHere(0).ok());
+  EXPECT_THAT(Ids(), IsEmpty());
+  EXPECT_THAT(Close(0).message(), HasSubstr("decided before it was complete"));
+  ASSERT_TRUE(VoteBelow({10}).ok());
+  ASSERT_TRUE(Close(0).ok());
+  EXPECT_EQ(tally.open_rounds(), 0);
+  EXPECT_TRUE(VoteHere(0).ok());
+}
+
+TEST_F(SeveralKeys, GoAheadOfTheJoinThatCompletesThem) {
+  ASSERT_TRUE(VoteHere(0).ok());
+  ASSERT_TRUE(tally.Join(2).ok());
+  ASSERT_EQ(sent.messages.size(), 2U);
+  EXPECT_EQ(sent.messages[0].type, UpType::kVotes);
+  ASSERT_EQ(sent.messages[0].keys.size(), 1U);
+  EXPECT_EQ(sent.messages[0].keys[0].absent, std::vector<RankMask>({{2, {1}}}));
+  EXPECT_EQ(sent.messages[1].type, UpType::kJoin);
+  EXPECT_EQ(sent.messages[1].rank, 2);
+  EXPECT_EQ(tally.last_joined(), 2);
+}
+
 TEST_F(SeveralKeys, GoUpInTheOrderInWhichTheyAreComplete) {
   ASSERT_TRUE(VoteBelow({13, 14, 10, 11}).ok());
   EXPECT_EQ(tally.open_rounds(), 4);
   for (const size_t key : {0u, 1u, 3u, 4u}) ASSERT_TRUE(VoteHere(key).ok());
   EXPECT_THAT(Ids(), ElementsAre(10, 11, 13, 14));
   EXPECT_EQ(tally.open_rounds(), 4);
-  for (const size_t key : {0u, 1u, 3u, 4u}) {
-    ASSERT_TRUE(tally.CloseRound(node.keys.At(keys[key]), *node.sets.Find(kGlobalSet)).ok());
-  }
+  for (const size_t key : {0u, 1u, 3u, 4u}) ASSERT_TRUE(Close(key).ok());
   EXPECT_EQ(tally.open_rounds(), 0);
 }
 
