@@ -668,7 +668,8 @@ bool RunHierarchicalChecks(const Bench& mpi) {
   const std::vector<int> hosts = HostsPlayed(mpi.size());
   const char* const over = "hierarchical";
   FutexDoorbell bell;
-  const Result<HostGroup> shared = ShareMemory(mpi.transport, hosts, bell, kWatchNobody, kPatienceNs);
+  const Result<HostGroup> shared =
+      ShareMemory(mpi.transport, hosts, bell, kWatchNobody, kPatienceNs);
   if (!shared.ok()) return Report(mpi.rank(), over, "ShareMemory", shared.status().ToString());
   const std::string& failure = shared.value().failure;
   if (!failure.empty()) return Report(mpi.rank(), over, "ShareMemory", failure);
@@ -678,7 +679,7 @@ bool RunHierarchicalChecks(const Bench& mpi) {
   }
   std::vector<std::unique_ptr<DataPlane>> planes;  // over MPI: flat, and two between hosts
   for (int i = 0; i < 3; ++i) {
-    const LinkOptions options{&bell, &mpi.counters, kPatienceNs};
+    const LinkOptions options{&bell, nullptr, &mpi.counters, kPatienceNs};
     Result<std::unique_ptr<DataPlane>> plane = CreateP2pPlane(mpi.mpi, options, BestCpuKernels());
     if (!plane.ok()) return Report(mpi.rank(), over, "CreatePlane", plane.status().ToString());
     planes.push_back(std::move(plane).value());
@@ -694,7 +695,7 @@ bool RunHierarchicalChecks(const Bench& mpi) {
 // in the tree of hosts know each other.
 bool RunHostTransport(const Bench& mpi, int hosts, std::span<const TransportCase> cases) {
   Result<std::unique_ptr<Transport>> made =
-      mpi.mpi.CreateTransport({nullptr, nullptr, kPatienceNs});
+      mpi.mpi.CreateTransport({nullptr, nullptr, nullptr, kPatienceNs});
   if (!made.ok()) return Report(mpi.rank(), "shm", "Create", made.status().ToString());
   std::unique_ptr<Transport> transport = std::move(made).value();
   std::vector<int> host;
@@ -739,7 +740,7 @@ int Main(int argc, char** argv) {
   if (mpi.rank() == 0) std::printf("%s\n", mpi.library_version().c_str());
   FutexDoorbell bell;
   Counters counters;
-  const LinkOptions options{&bell, &counters, kPatienceNs};
+  const LinkOptions options{&bell, nullptr, &counters, kPatienceNs};
   bool ok = true;
   {
     Result<std::unique_ptr<Transport>> transport = mpi.CreateTransport(options);

@@ -15,7 +15,7 @@ Result<std::unique_ptr<MpiRank>> JoinMpi(const std::string& plugin) {
   if (!backends.ok()) return backends.status();
   rank->backends = std::move(backends).value();
   FARANDOLE_RETURN_IF_ERROR(rank->mpi().Init());
-  const LinkOptions options{&rank->bell, &rank->counters, 60 * kNsPerSecond};
+  const LinkOptions options{&rank->bell, nullptr, &rank->counters, 60 * kNsPerSecond};
   Result<std::unique_ptr<Transport>> transport = rank->mpi().CreateTransport(options);
   if (!transport.ok()) return transport.status();
   rank->transport = std::move(transport).value();

@@ -37,7 +37,7 @@ NegotiationOptions OptionsOf(const World& world, int rank) {
 Player::Player(World& world, int rank)
     : world_(world),
       rank_(rank),
-      negotiation_(OptionsOf(world, rank), *this),
+      negotiation_(OptionsOf(world, rank), *this, Detectors(*this)),
       transport_(world, rank),
       coalescer_(transport_, counters_, liveness_),
       progress_(world.scenario().ops.size(), Progress::kWaiting) {
@@ -378,7 +378,7 @@ int Player::DecidesFor(const std::vector<int>& ranks) const {
   return -1;
 }
 
-std::vector<std::string> Player::OnStalls(const std::vector<StallFacts>& stalls) {
+std::vector<std::string> Player::OnStalls(const std::vector<StallFacts>& stalls, int64_t) {
   for (const StallFacts& stall : stalls) {
     std::vector<int> members(stall.silent.begin(), stall.silent.end());
     for (const Answer& answer : stall.answers) members.push_back(answer.rank);
