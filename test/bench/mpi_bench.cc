@@ -195,7 +195,7 @@ int Main(int argc, char** argv) {
   auto transport = mpi.CreateTransport({});
   Require(transport.status());
   Counters counters;
-  auto plane = CreateP2pPlane(mpi, {nullptr, &counters}, *services.kernels);
+  auto plane = CreateP2pPlane(mpi, {nullptr, nullptr, &counters}, *services.kernels);
   Require(plane.status());
   std::vector<int> ranks(static_cast<size_t>(mpi.size()));
   std::iota(ranks.begin(), ranks.end(), 0);
