@@ -15,7 +15,7 @@ constexpr int64_t kLockNs = 300 * kNsPerMs;   // the interpreter's lock is got w
 constexpr int64_t kFreshNs = 500 * kNsPerMs;  // queries about several keys come together
 
 std::atomic<DescribeProgram> described_by{nullptr};
-std::atomic<int> calls{0};  // in flight
+std::atomic<int> calls_in_flight{0};  // in flight
 
 /// The state of the main thread as the kernel gives it, in words.
 std::string MainThreadState() {
@@ -35,19 +35,19 @@ std::string MainThreadState() {
 // threads is, the parent's calls do not count.
 void SetDescribeProgram(DescribeProgram describe) {
   described_by.store(nullptr);
-  if (describe != nullptr) calls.store(0);
-  while (calls.load() > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  if (describe != nullptr) calls_in_flight.store(0);
+  while (calls_in_flight.load() > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   described_by.store(describe);
 }
 
 void ProgramProbe::Run(Call& call, const std::vector<uint64_t>& threads) {
-  calls.fetch_add(1);
+  calls_in_flight.fetch_add(1);
   call.has_begun.store(true);
   if (const DescribeProgram describe = described_by.load(); describe != nullptr) {
     describe(threads.data(), threads.size(), call.text.data(), call.text.size() - 1);
   }
   call.is_done.store(true);
-  calls.fetch_sub(1);
+  calls_in_flight.fetch_sub(1);
 }
 
 bool ProgramProbe::Ask(std::vector<uint64_t> threads, int64_t now_ns) {

@@ -132,8 +132,8 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   int64_t tick_ns_ = 0;        // when the negotiation wants its next Tick
   int64_t executor_poll_ns_ = -1;
   bool by_caller_ = false;  // see RunOnce
-  Status agreed_error_;  // final on all ranks, by a decision
-  Status failed_here_;   // the final error as the holder of the engine lock knows it
+  Status agreed_error_;     // final on all ranks, by a decision
+  Status failed_here_;      // the final error as the holder of the engine lock knows it
   int64_t failed_here_ns_ = 0;
   bool has_left_ = false;
   int64_t leave_due_ns_ = kNever;  // of one that is announced

@@ -348,8 +348,8 @@ def arrows(tree: Tree) -> Iterator[str]:
                 yield f"{path}: {header} includes {own}, so it must not be included here"
 
 
-RULES = [layering, import_cycles, arrows, environment, threads, backend_conditionals, machine_paths, words, sizes, reasons,
-         top_level, columns, links, snippets, labels, variables]
+RULES = [layering, import_cycles, arrows, environment, threads, backend_conditionals, machine_paths, words, sizes,
+         reasons, top_level, columns, links, snippets, labels, variables]
 
 
 def findings(tree: Tree, rules: Iterable = RULES) -> list[str]:

@@ -129,8 +129,8 @@ inline void broadcast_optimizer_state(Context& context, ::torch::optim::Optimize
 ///
 /// Gradients travel during backward(); step() waits for them. Several backward passes before a step
 /// accumulate; the first step learns their number, or GradientOptions tells it. Ranks that run
-/// unequally many before a step get a mismatch, all of them. It is an `Opt`: learning rate schedulers,
-/// param_groups() and state() work as usual.
+/// unequally many before a step get a mismatch, all of them. It is an `Opt`: learning rate
+/// schedulers, param_groups() and state() work as usual.
 /// @code
 /// farandole::torch::DistributedOptimizer<torch::optim::SGD> optimizer(
 ///     context, model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
