@@ -406,7 +406,7 @@ int farandole_output_rows(const farandole_context* context, int32_t kind, uint32
   if (const int code = farandole::FromSetHandle(*context->generation, set, &set)) return code;
   const Engine& engine = context->generation->engine();
   const Result<farandole::ProcessSetInfo> found = engine.operations().FindSet(set);
-  if (!found.ok()) return Report(found.status());
+  if (!found.ok()) return Report(engine, found.status());
   *out = farandole::ResultRows(static_cast<farandole::OpKind>(kind), rows, found.value().ranks,
                                engine.rank());
   return FARANDOLE_OK;

@@ -51,6 +51,8 @@ uint32_t ToSetHandle(const Generation& generation, uint32_t uid) {
 }
 
 int FromSetHandle(const Generation& generation, uint32_t set, uint32_t* uid) {
+  if (set >> kUidBits >= World::Get().generations())
+    return Report(InvalidArgument("process set " + std::to_string(set) + " is unknown"));
   *uid = set == kGlobalSet ? kGlobalSet : set - SpaceOfSets(generation);
   if (*uid < uint32_t{1} << kUidBits) return FARANDOLE_OK;
   (void)Report(Aborted("a process set of another generation of this process; this is generation " +

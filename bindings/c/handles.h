@@ -71,7 +71,8 @@ int ReportNull(const char* what);
 /// A set's uid as C has it: it names its generation, too. So that of an earlier one, on this rank,
 /// is never taken for another set.
 uint32_t ToSetHandle(const Generation& generation, uint32_t uid);
-/// @return OK with *uid; or GENERATION_ENDED, as reported.
+/// @return OK with *uid; GENERATION_ENDED, or InvalidArgument for what no generation has given, as
+/// reported.
 int FromSetHandle(const Generation& generation, uint32_t set, uint32_t* uid);
 /// In a handler: reports what was thrown, for want of memory or of a thread, as ResourceExhausted.
 int ReportException() noexcept;

@@ -254,6 +254,7 @@ void EngineLoop::Complete(Operation& operation, const Status& status) {
 // long as the table awaits a better explanation the next iteration looks again.
 void EngineLoop::FailEverywhere() {
   if (!given_up_.load()) coalescer_.Drain(kMessagesPerIteration);
+  if (!agreed_error_.ok()) liveness_.NoteAgreed(agreed_error_);  // before a peer ended by it
   const LivenessTable::Cause cause = liveness_.Judge();
   if (!cause.is_final && !lifecycle_.failed()) return;
   failed_here_ = cause.is_shared ? cause.error : FailedHere(parts_.transport->rank(), cause.error);

@@ -128,7 +128,7 @@ class OperationRegistry {
   const int rank_;
   const int size_;
   Lifecycle& lifecycle_;
-  const std::span<DataPlane* const> planes_;
+  std::vector<bool> quantizes_;  // by number of a plane, which handles may outlive
 
   // Under the engine lock.
   std::vector<Operation*> by_key_;  // KeyId -> this rank's operation or nullptr

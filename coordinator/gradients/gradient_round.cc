@@ -80,6 +80,7 @@ void GradientRound::Bind(Engine& engine, WrapComparison* wraps, std::vector<std:
   now_->wraps = wraps;
   now_->prefix = options_.prefix;
   now_->joins = engine.lifecycle().joins();
+  stepped_ = succeeded_;  // else this rank would count a step that who has just come does not
   if (!options_.prefix.empty() || wraps == nullptr) return;
   if (labels.empty())
     for (const Gradient& gradient : gradients_)
@@ -93,6 +94,7 @@ Status GradientRound::Unbind() {
   if (InFlight()) return InvalidArgument("gradients are in flight");
   if (is_bound()) ResetRound();
   window_passes_ = 0;
+  is_window_full_ = false;
   now_ = nullptr;
   return {};
 }

@@ -127,11 +127,8 @@ class Gradients {
   }
   Gradients(const Gradients&) = delete;
   Gradients& operator=(const Gradients&) = delete;
-  /// Without its Context nothing can be waited for or released: what it has is leaked.
-  ~Gradients() {
-    wait_until_complete();
-    if (job_.expired()) (void)gradients_.release();
-  }
+  /// Without its Context there is nothing to wait for.
+  ~Gradients() { wait_until_complete(); }
 
   /// The coming windows have so many backward passes; 0: a round opens with the first one.
   void set_passes(std::int32_t passes) {

@@ -219,6 +219,7 @@ TEST_F(GradientRounds, GoOnWithTheEngineOfAnotherJobOfOtherSize) {
     wraps_.push_back(std::make_unique<WrapComparison>(job_->engine(rank)));
   EXPECT_FALSE(round(0).is_bound());
   ASSERT_TRUE(round(0).Rebind(job_->engine(0), wraps_[0].get(), kGlobalSet).ok());
+  ASSERT_TRUE(round(0).Stepped().ok()) << "the round of before was not stepped, and counts no more";
   rounds_[1] = Wrap(1, 2);
   EXPECT_EQ(round(0).group_count(), 0) << "the newcomer knows no order";
   RunRound({0, 1});
