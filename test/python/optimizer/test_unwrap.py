@@ -57,12 +57,12 @@ def test_after_shutdown_and_init_the_model_can_be_wrapped_again(size, complete, 
     run_threads(size, body)
 
 
-def in_two_jobs(body):
-    """Calls ``body(rank)``, a generator, on two ranks of a job, and from its second ``yield`` on of another job.
+def in_two_jobs(body, size=2):
+    """Calls ``body(rank)``, a generator, on the ranks of a job, and from its second ``yield`` on of another job.
 
     Between the two yields there is none.
     """
-    jobs = [_core.Context.in_process(2) for _ in range(2)]
+    jobs = [_core.Context.in_process(size) for _ in range(2)]
 
     def run(rank):
         parts = body(rank)
@@ -76,7 +76,7 @@ def in_two_jobs(body):
             fl.barrier()
             second.close()
 
-    run_threads(2, run)
+    run_threads(size, run)
 
 
 def test_parameters_that_come_between_two_jobs_are_reduced_in_the_second():
@@ -92,6 +92,25 @@ def test_parameters_that_come_between_two_jobs_are_reduced_in_the_second():
         assert q.grad.item() == 0.5
 
     in_two_jobs(body)
+
+
+def test_a_process_set_that_is_not_added_to_the_second_job_keeps_its_own_optimizer_only():
+    def body(rank):
+        p, q = parameter(1.0), parameter(1.0)
+        some = fl.add_process_set([0, 1])
+        of_some = fl.DistributedOptimizer(torch.optim.SGD([p], lr=0.0), process_set=some)
+        of_all = fl.DistributedOptimizer(torch.optim.SGD([q], lr=0.0))
+        yield
+        yield
+        assert step(of_all, q, rank) == 1
+        if rank < 2:
+            with pytest.raises(TypeError, match="has not been registered"):
+                (p * rank).backward()
+        fl.add_process_set(some)
+        assert step(of_some, p, rank) == (0.5 if rank < 2 else 2)
+        assert step(of_all, q, rank) == 1
+
+    in_two_jobs(body, 3)
 
 
 def test_a_step_of_adasum_that_fails_in_a_second_job_fails_on_all_its_ranks():
