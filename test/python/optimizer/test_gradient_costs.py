@@ -76,15 +76,16 @@ def storage_bytes():
     return sum(storages.values())
 
 
+@pytest.mark.parametrize("compression", [fl.Compression.none, fl.PowerSGD(1)], ids=["none", "PowerSGD"])
 @pytest.mark.parametrize("complete", ["backward", "step"])
-def test_parameters_without_a_gradient_keep_no_memory(complete):
+def test_parameters_without_a_gradient_keep_no_memory(complete, compression):
     """A frozen base model, as with LoRA, and a live weight that no rank uses."""
     job = Job(2, complete)
 
     def body(rank):
         base = torch.nn.Parameter(torch.ones(1000, 1000), requires_grad=False)
         unused, adapter = torch.nn.Parameter(torch.ones(500, 1000)), parameter(1.0)
-        optimizer = job.sgd(base, unused, adapter)
+        optimizer = job.sgd(base, unused, adapter, compression=compression)
         fl.barrier()
         before = storage_bytes() if rank == 0 else 0
         fl.barrier()

@@ -48,6 +48,7 @@ class AdasumSteps(Steps):
 
     def before_step(self, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         """Remembers where the parameters start; a closure stays this rank's own."""
+        self._follow()  # raises where it was wrapped in a job of one rank, and is used in a larger one
         if self._failed is not None:
             failed, self._failed = self._failed, None
             with contextlib.suppress(HorovodInternalError):
@@ -75,7 +76,8 @@ class AdasumSteps(Steps):
     def step_failed(self, error: BaseException) -> None:
         """Undoes what the step has changed, and fails that of every rank, without waiting for them."""
         starts, self._starts = self._starts, []
-        if not starts or not self._rank.core.is_open:
+        rank = basics.find()
+        if not starts or rank is None:
             return
         with torch.no_grad(), contextlib.suppress(HorovodInternalError, ValueError):
             for parameter, start in starts:
@@ -84,7 +86,7 @@ class AdasumSteps(Steps):
                 ops.ALLREDUCE, ops.Adasum, 1.0, 1.0, self._process_set,
                 native_wire(self._compression) or 0,
             )  # fmt: skip
-            self._failed = self._rank.core.submit(
+            self._failed = rank.core.submit(
                 options, [start.cpu() for _, start in starts], self._name,
                 ops.GROUP | ops.INTERNAL, failed=f"step() raised {type(error).__name__}: {error}",
             )  # fmt: skip

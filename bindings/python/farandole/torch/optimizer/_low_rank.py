@@ -81,7 +81,12 @@ class LowRank:
 
     def pack_absent(self) -> torch.Tensor:
         """P where this rank has no gradient: of zeros, and of what earlier rounds left out."""
-        return self.pack(torch.zeros(self._shape, device=self._device))
+        zero = torch.zeros((), dtype=torch.float32, device=self._device)
+        if self._left is not None:
+            return self.pack(zero.expand(self._shape))
+        columns, rank = self._q.shape
+        self._matrix = zero.expand(self._shape[0], columns)  # without memory: a parameter may be frozen for good
+        return zero.repeat(self._shape[0], rank)
 
     def unpack(self, wire: torch.Tensor) -> torch.Tensor:
         """Takes the averaged P; zeros, in whose place :class:`LowRankExchange` puts the result."""

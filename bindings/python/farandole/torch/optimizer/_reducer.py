@@ -109,7 +109,11 @@ class GradientReducer:
         """Whether it is in a job, to which it goes when its own is over and this thread is in another.
 
         Reducers go together, in the order of their wraps, which is that of ranks that wrap their first optimizers
-        there. One whose parameters another reducer of that job has stays behind.
+        there. One whose parameters another reducer of that job has stays behind, as does one of a process set that is
+        not added there until it is.
+
+        Raises:
+            TypeError: Its own process set is not.
         """
         if self.rank.core.is_open:
             return True
@@ -117,7 +121,11 @@ class GradientReducer:
         if rank is None:
             return False
         for reducer in sorted(self.rank.reducers, key=lambda reducer: reducer.number):
-            reducer._go_to(rank)
+            try:
+                reducer._go_to(rank)
+            except (TypeError, ValueError):
+                if reducer is self:
+                    raise
         return self.rank is rank
 
     def _go_to(self, rank: Context) -> None:

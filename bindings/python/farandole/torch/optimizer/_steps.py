@@ -172,9 +172,9 @@ class Steps:
         return lacking + [r for r in self._reducers if r not in lacking and r.has_assigned_gradients()]
 
     def _adopt(self) -> None:
-        """Takes in parameters that came after the wrap."""
+        """Takes in parameters that came after the wrap; between two jobs that waits for the next one."""
         optimizer = self._optimizer()
-        if optimizer is None or self._own is None:
+        if optimizer is None or self._own is None or not self._own.follow():
             return
         params = [group["params"] for group in optimizer.param_groups]
         # One look at each, in C: which they are, as tensors compare by their values.
