@@ -35,9 +35,8 @@ OperationRegistry::OperationRegistry(Engine& engine, int rank, Lifecycle& lifecy
       rank_(rank),
       size_(static_cast<int>(global.ranks.size())),
       lifecycle_(lifecycle),
+      planes_(planes),
       collect_above_(kIdle) {
-  for (const DataPlane* const plane : planes)
-    quantizes_.push_back(plane != nullptr && plane->quantizes());
   sets_[kGlobalSet] = global;
 }
 
@@ -207,7 +206,8 @@ Result<Residuals> OperationRegistry::ResidualsFor(const KeyName& name,
   Residuals residuals;
   const ProcessSetInfo& set = sets_.at(name.set);
   const size_t number = set.planes.empty() ? 0 : set.planes.front();  // of DeviceKind::kCpu
-  if (number >= quantizes_.size() || !quantizes_[number] || IsUnnamed(name)) return residuals;
+  if (number >= planes_.size() || !planes_[number]->quantizes() || IsUnnamed(name))
+    return residuals;
   Collective collective = signature;
   collective.kind = name.kind;
   for (const TensorSignature& tensor : signature.tensors) {

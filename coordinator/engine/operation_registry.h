@@ -128,7 +128,7 @@ class OperationRegistry {
   const int rank_;
   const int size_;
   Lifecycle& lifecycle_;
-  std::vector<bool> quantizes_;  // by number of a plane, which handles may outlive
+  const std::span<DataPlane* const> planes_;
 
   // Under the engine lock.
   std::vector<Operation*> by_key_;  // KeyId -> this rank's operation or nullptr
