@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple, ParamSpec, TypeVar
 
 from farandole import _core, _horovod, basics
-from farandole.exceptions import AbortedError, OperationTimeoutError
+from farandole.exceptions import AbortedError, GenerationEndedError, OperationTimeoutError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -53,6 +53,7 @@ class InProcess(NamedTuple):
                         context.close()
             except BaseException as error:
                 is_echo = isinstance(error, AbortedError | OperationTimeoutError)
+                is_echo = is_echo and not isinstance(error, GenerationEndedError)  # this rank's own mistake
                 errors.append((is_echo, rank, error))
 
         with _horovod.settings():

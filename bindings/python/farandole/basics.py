@@ -27,7 +27,14 @@ from typing import Any, Final, NamedTuple
 
 from farandole import _activity as _activity  # of _core, which asks it when imports may be locked
 from farandole import _core, _horovod, _store, exceptions
-from farandole.exceptions import AbortedError, HorovodInternalError, MismatchError, OperationTimeoutError, PeerLostError
+from farandole.exceptions import (
+    AbortedError,
+    GenerationEndedError,
+    HorovodInternalError,
+    MismatchError,
+    OperationTimeoutError,
+    PeerLostError,
+)
 
 __all__ = [
     "ProcessSet", "add_process_set", "ccl_built", "counters", "cross_rank", "cross_size",
@@ -625,6 +632,8 @@ def _is_consequence(error: type[BaseException], facts: Mapping[str, Any]) -> boo
     context, failed_ranks = _Process.default, facts.get("failed_ranks", ())
     if context is None and issubclass(error, OperationTimeoutError):
         return True  # of init
+    if issubclass(error, GenerationEndedError):
+        return False  # this rank's own mistake
     is_own = context is not None and context.topology.rank in failed_ranks
     return not is_own and (bool(failed_ranks) or issubclass(error, (AbortedError, PeerLostError)))
 

@@ -24,9 +24,15 @@ def test_each_rank_gives_its_result_and_the_job_is_left():
 
 
 def test_a_handle_of_an_ended_generation_says_so():
-    left = fl.in_process(1).run(lambda: flt.allreduce_async(torch.ones(2)))
+    left = fl.in_process(2).run(lambda: flt.allreduce_async(torch.ones(2)))
+
+    def body():
+        if fl.rank() == 1:
+            flt.synchronize(left[1])
+        fl.allreduce(np.ones(1))  # ends because rank 1 has left, which explains less
+
     with pytest.raises(fl.GenerationEndedError, match="has begun another one"):
-        fl.in_process(1).run(lambda: flt.synchronize(left[0]))
+        fl.in_process(2).run(body)
 
 
 def test_the_exception_of_a_rank_is_raised_with_its_number():

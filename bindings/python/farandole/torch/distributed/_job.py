@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from farandole import _core, _horovod, _store, basics
-from farandole.exceptions import AbortedError, HorovodInternalError, MismatchError, OperationTimeoutError
+from farandole.exceptions import (
+    AbortedError,
+    GenerationEndedError,
+    HorovodInternalError,
+    MismatchError,
+    OperationTimeoutError,
+)
 from farandole.torch.distributed._futures import Completer
 
 LONGEST_S = 365 * 86400.0  # that the library waits
@@ -39,8 +45,12 @@ class Job:
 
     def raise_if_lost(self) -> None:
         """Raises the error of a group that has lost a rank. Ranks that have left it do not concern the others here."""
-        with contextlib.suppress(AbortedError):
+        try:
             self.context.core.raise_if_ended()
+        except GenerationEndedError:  # this rank has left it: nobody comes any more
+            raise
+        except AbortedError:
+            pass
 
     def announce_leaving(self) -> None:
         """To ranks that wait for a first message; in a group of two there are none."""
