@@ -8,6 +8,7 @@
 
 #include "coordinator/control/frame_coalescer.h"
 #include "coordinator/engine/engine_observer.h"
+#include "core/clock.h"
 #include "core/futex.h"
 
 namespace farandole {
@@ -15,6 +16,8 @@ namespace {
 
 constexpr int64_t kLongestPeriodNs = 250 * kNsPerMs;
 constexpr int64_t kRevokeTimeoutNs = kNsPerSecond;  // far more than a chunk's copy takes
+// For the loop to end what a library has in flight; a GPU takes longest.
+constexpr int64_t kFailingNs = 5 * kNsPerSecond;
 
 }  // namespace
 
@@ -66,8 +69,10 @@ void Watchdog::FailWith(const Status& error, bool is_shared) {
 // An engine that is not stuck has taken a peer's error by the next period; it may need longer to
 // act on it.
 void Watchdog::HeedPeers() {
-  const bool is_idle = liveness_.news() == 0 || loop_.is_failing();
-  if (is_idle || lifecycle_.failed() || lifecycle_.is_shut_down()) return;
+  const int64_t now_ns = SteadyClock().NowNs();
+  if (!loop_.is_failing()) failing_since_ns_ = now_ns;
+  const bool loop_acts = loop_.is_failing() && now_ns - failing_since_ns_ < kFailingNs;
+  if (liveness_.news() == 0 || loop_acts || lifecycle_.failed() || lifecycle_.is_shut_down()) return;
   const LivenessTable::Cause cause = liveness_.Judge();
   if (std::exchange(has_heard_, cause.is_shared) && cause.is_shared) {
     FailWith(cause.error, true);

@@ -43,6 +43,7 @@ class Watchdog {
   StreamHub* const hub_;
   const std::vector<EngineObserver*>& observers_;
   bool has_heard_ = false;  // a peer's final error, in an earlier period
+  int64_t failing_since_ns_ = 0;
   Lifecycle& lifecycle_;
   OperationRegistry& operations_;
   BorrowedMemory& memory_;
