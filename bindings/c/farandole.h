@@ -13,9 +13,10 @@
  * Lifetimes. A context is a rank in one generation of a job: farandole_init begins it, with a fixed
  * number of ranks, farandole_shutdown ends it. Its works, gradients and operations may be released
  * after it, in any order; they name their generation, and until their release it takes a little
- * memory (of 64 ended generations at most: a handle of an older one must not even be released). Once it has ended what they start, or
- * wait for, returns ABORTED, or the error that ended the generation; and GENERATION_ENDED once
- * farandole_init has begun another one. Buffers and results may outlive it, too.
+ * memory (of 64 ended generations at most: a handle of an older one must not even be released).
+ * Once it has ended what they start, or wait for, returns ABORTED, or the error that ended the
+ * generation; and GENERATION_ENDED once farandole_init has begun another one. Buffers and results
+ * may outlive it, too.
  */
 #ifndef FARANDOLE_H_
 #define FARANDOLE_H_

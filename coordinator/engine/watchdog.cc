@@ -72,7 +72,8 @@ void Watchdog::HeedPeers() {
   const int64_t now_ns = SteadyClock().NowNs();
   if (!loop_.is_failing()) failing_since_ns_ = now_ns;
   const bool loop_acts = loop_.is_failing() && now_ns - failing_since_ns_ < kFailingNs;
-  if (liveness_.news() == 0 || loop_acts || lifecycle_.failed() || lifecycle_.is_shut_down()) return;
+  if (liveness_.news() == 0 || loop_acts || lifecycle_.failed() || lifecycle_.is_shut_down())
+    return;
   const LivenessTable::Cause cause = liveness_.Judge();
   if (std::exchange(has_heard_, cause.is_shared) && cause.is_shared) {
     FailWith(cause.error, true);
