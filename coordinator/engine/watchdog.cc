@@ -70,8 +70,12 @@ void Watchdog::FailWith(const Status& error, bool is_shared) {
 // act on it.
 void Watchdog::HeedPeers() {
   const int64_t now_ns = SteadyClock().NowNs();
-  if (!loop_.is_failing()) failing_since_ns_ = now_ns;
-  const bool loop_acts = loop_.is_failing() && now_ns - failing_since_ns_ < kFailingNs;
+  if (!loop_.is_failing()) {
+    failing_since_ns_ = 0;
+  } else if (failing_since_ns_ == 0) {
+    failing_since_ns_ = now_ns;
+  }
+  const bool loop_acts = failing_since_ns_ != 0 && now_ns - failing_since_ns_ < kFailingNs;
   if (liveness_.news() == 0 || loop_acts || lifecycle_.failed() || lifecycle_.is_shut_down())
     return;
   const LivenessTable::Cause cause = liveness_.Judge();

@@ -42,8 +42,8 @@ class Watchdog {
   PeerWatch* const peers_;
   StreamHub* const hub_;
   const std::vector<EngineObserver*>& observers_;
-  bool has_heard_ = false;  // a peer's final error, in an earlier period
-  int64_t failing_since_ns_ = 0;
+  bool has_heard_ = false;        // a peer's final error, in an earlier period
+  int64_t failing_since_ns_ = 0;  // the engine loop; 0: it does not
   Lifecycle& lifecycle_;
   OperationRegistry& operations_;
   BorrowedMemory& memory_;
