@@ -112,11 +112,9 @@ int farandole_gradients_create(farandole_context* context, const farandole_param
 int farandole_gradients_rebind(farandole_gradients* gradients, farandole_context* context,
                                uint32_t set, const char* const* labels, int32_t count) try {
   if (gradients == nullptr) return ReportNull("gradients");
-  const Status left = gradients->round.Unbind();
-  if (!left.ok() || context == nullptr) {
-    if (left.ok()) gradients->engine = {};
-    return Report(left);
-  }
+  if (const Status left = gradients->round.Unbind(); !left.ok()) return Report(left);
+  gradients->engine = {};
+  if (context == nullptr) return FARANDOLE_OK;
   if (const int code = farandole::FromSetHandle(*context->generation, set, &set)) return code;
   farandole::Generation& generation = *context->generation;
   gradients->engine = &generation.engine();
