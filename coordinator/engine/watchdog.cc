@@ -8,7 +8,6 @@
 
 #include "coordinator/control/frame_coalescer.h"
 #include "coordinator/engine/engine_observer.h"
-#include "core/clock.h"
 #include "core/futex.h"
 
 namespace farandole {
@@ -68,14 +67,8 @@ void Watchdog::FailWith(const Status& error, bool is_shared) {
 
 // An engine that is not stuck has taken a peer's error by the next period; it may need longer to
 // act on it.
-void Watchdog::HeedPeers() {
-  const int64_t now_ns = SteadyClock().NowNs();
-  if (!loop_.is_failing()) {
-    failing_since_ns_ = 0;
-  } else if (failing_since_ns_ == 0) {
-    failing_since_ns_ = now_ns;
-  }
-  const bool loop_acts = failing_since_ns_ != 0 && now_ns - failing_since_ns_ < kFailingNs;
+void Watchdog::HeedPeers(int64_t stuck_ns) {
+  const bool loop_acts = loop_.is_failing() && stuck_ns < kFailingNs;
   if (liveness_.news() == 0 || loop_acts || lifecycle_.failed() || lifecycle_.is_shut_down())
     return;
   const LivenessTable::Cause cause = liveness_.Judge();
@@ -123,7 +116,7 @@ void Watchdog::Loop() {
                    ": the engine has been inside one library call for " +
                    std::to_string(stuck_ns / kNsPerMs) + " ms"));
     }
-    HeedPeers();
+    HeedPeers(stuck_ns);
     if (lifecycle_.failed()) EndOperations();
     StderrSink().Flush();
   }

@@ -31,7 +31,7 @@ class Watchdog {
   void Loop();
   void EndOperations();
   void FailWith(const Status& error, bool is_shared);
-  void HeedPeers();
+  void HeedPeers(int64_t stuck_ns);
   int64_t LimitNs() const;
   void SleepFor(int64_t period_ns);
 
@@ -42,8 +42,7 @@ class Watchdog {
   PeerWatch* const peers_;
   StreamHub* const hub_;
   const std::vector<EngineObserver*>& observers_;
-  bool has_heard_ = false;        // a peer's final error, in an earlier period
-  int64_t failing_since_ns_ = 0;  // the engine loop; 0: it does not
+  bool has_heard_ = false;  // a peer's final error, in an earlier period
   Lifecycle& lifecycle_;
   OperationRegistry& operations_;
   BorrowedMemory& memory_;
