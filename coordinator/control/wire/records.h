@@ -124,6 +124,10 @@ template <class Archive, class Ranks, class Held>
 void RanksField(Archive& archive, Ranks& ranks, Held* held) {
   archive.Numbers("ranks", ranks, held, kMaxRanks, 0, kMaxRanks - 1);
 }
+template <class Archive, class Words, class Held>
+void MaskField(Archive& archive, Words& words, Held* held) {
+  archive.Numbers("words of a mask", words, held, (kMaxTensors + 63) / 64);
+}
 
 /// Without `function`: it is part of the signature and travels there.
 template <class Archive>
@@ -164,7 +168,7 @@ void Fields(Archive& archive, Of<Archive, Signature>& signature, wire::Signature
 template <class Archive>
 void Fields(Archive& archive, Of<Archive, RankMask>& mask, wire::RankMask& to) {
   to.set_rank(RankField(archive, mask.rank, to.rank()));
-  archive.Numbers("words of a mask", mask.mask, to.mutable_mask(), (kMaxTensors + 63) / 64);
+  MaskField(archive, mask.mask, to.mutable_mask());
 }
 
 template <class Archive>
@@ -233,7 +237,7 @@ void Fields(Archive& archive, Of<Archive, WorkItem>& item, wire::WorkItem& to) {
     to.set_bind(archive.Number("id", item.bind, to.bind(), 0, kNoId - 1));
   }
   archive.List("masks", item.absent, to.mutable_absent(), kMaxRanks);
-  archive.Numbers("words of a mask", item.skipped, to.mutable_skipped(), (kMaxTensors + 63) / 64);
+  MaskField(archive, item.skipped, to.mutable_skipped());
   archive.Numbers("rows", item.rows, to.mutable_rows(), kMaxRowNumbers, 0);
 }
 
