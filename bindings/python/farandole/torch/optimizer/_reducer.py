@@ -68,7 +68,6 @@ class GradientReducer:
     def __init__(self, rank: Context, named: Named, wrapped: Named, settings: Settings) -> None:
         self.rank = rank
         self.settings = settings
-        self.passes = settings.passes
         self.is_no_sync = False
         self._wrapped = wrapped
         sizes = [p.numel() * p.element_size() for _, p in named if is_live(p)]
