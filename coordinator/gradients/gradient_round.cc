@@ -75,7 +75,7 @@ GradientRound::GradientRound(Engine& engine, Options options, std::vector<Tensor
 }
 
 void GradientRound::Bind(Engine& engine, WrapComparison* wraps, std::vector<std::string> labels) {
-  now_ = std::make_unique<Generation>();
+  now_ = std::make_unique<EngineState>();
   now_->engine = &engine;
   now_->wraps = wraps;
   now_->prefix = options_.prefix;

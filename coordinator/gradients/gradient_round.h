@@ -211,7 +211,7 @@ class GradientRound {
   };
 
   /// What belongs to one engine.
-  struct Generation {
+  struct EngineState {
     Engine* engine = nullptr;
     WrapComparison* wraps = nullptr;
     std::string prefix;       // of the operations' names
@@ -271,7 +271,7 @@ class GradientRound {
   bool is_interrupted_ = false;
 
   Round round_;
-  std::unique_ptr<Generation> now_;  // nullptr: unbound
+  std::unique_ptr<EngineState> now_;  // nullptr: unbound
 };
 
 }  // namespace farandole
