@@ -41,12 +41,17 @@ def send_or_receive(value, source, target, group=None):
         (dist.send if source == R else dist.recv)(value, source + target - R, group=group)
 
 
-def settled(used, before):
-    """What is used more than before, at most; the system takes a little to forget a thread."""
+def stays(used, cycle, times):
+    """Cycles use no more than the first few; the system takes a little to forget a thread."""
+    for _ in range(3):
+        cycle()
+    before = used()
+    for _ in range(times):
+        cycle()
     until_s = time.monotonic() + 10
     while max(map(int.__sub__, used(), before)) > 0 and time.monotonic() < until_s:
         time.sleep(0.05)
-    return max(map(int.__sub__, used(), before))
+    assert max(map(int.__sub__, used(), before)) <= 0, (before, used())
 
 
 def reductions_that_gloo_has_not():
@@ -312,12 +317,7 @@ def the_end_of_a_group_leaves_nothing_of_its_messages():
             work.wait()
         dist.destroy_process_group(group)
 
-    for _ in range(3):
-        cycle()
-    before = used()
-    for _ in range(5):
-        cycle()
-    assert settled(used, before) <= 0, (before, used())
+    stays(used, cycle, 5)
 
 
 def many_groups_come_and_go():
@@ -332,12 +332,7 @@ def many_groups_come_and_go():
         assert value.item() == N
         dist.destroy_process_group(group)
 
-    for _ in range(3):
-        cycle()
-    before = used()
-    for _ in range(200):
-        cycle()
-    assert settled(used, before) <= 0, (before, used())
+    stays(used, cycle, 200)
 
 
 def groups_work_beside_one_another_in_threads():
