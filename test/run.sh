@@ -132,7 +132,7 @@ run_pytest_libraries() {
 # What uses torch once more, as if it had no C functions of DLPack: so are torch 2.1 to 2.9. Of the jobs
 # under mpirun those count in which torch itself acts otherwise than between threads. How ranks meet, what is
 # reported and how long names are kept does not depend on how a tensor comes in, and recipes bring nothing that
-# test_example and test_training do not: try_torch.sh alone runs those, too.
+# test_example does not: try_torch.sh alone runs those, too.
 run_pytest_older_torch() {
   PYTHONPATH=$repository/test/site FARANDOLE_TEST_OLDER_TORCH=1 \
     pytest_with pytest-older-torch "$python" "${torch_tests[@]}" \
@@ -244,11 +244,11 @@ must "install" install_package
 : >"$results/is-installed" # what the lane of sanitizers waits for
 others >"$results/others.log" 2>&1 &
 others=$!
-(must "Python tests that wait" run_pytest_waiting) >"$results/waiting.log" 2>&1 &
+(must "Python tests that wait" run_pytest_waiting || true) >"$results/waiting.log" 2>&1 & # what failed has been counted
 waiting=$!
 (must "Python tests" run_pytest) & # a lane's processors are counted where no other one ends
 wait "$!"
-wait "$waiting"
+wait "$waiting" || printf 'waiting\n' >>"$results/broken"
 cat "$results/waiting.log" >&2
 wait "$others" || printf 'others\n' >>"$results/broken"
 cat "$results/others.log" >&2
