@@ -12,7 +12,7 @@ from ranks import mpirun
 pytestmark = [pytest.mark.mpi, pytest.mark.once]
 
 PRELUDE = """
-import multiprocessing, os, signal, subprocess, sys
+import multiprocessing, os, signal, subprocess, sys, time
 import numpy as np
 import farandole as fl
 """
@@ -172,11 +172,15 @@ def test_a_program_that_replaces_a_rank_is_refused(tmp_path):
     path.write_text(
         PRELUDE
         + """
-first = len(sys.argv) == 1
+os.chdir(os.path.dirname(os.path.abspath(sys.argv[0])))
 try:
     fl.init()
 except fl.HorovodInternalError as error:
     print(error, flush=True)
+    me = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    open(f"said-{me}", "w").close()
+    while not os.path.exists(f"said-{1 - me}"):  # mpirun ends the other once one has left without MPI_Finalize
+        time.sleep(0.01)
     os._exit(0)
 fl.allreduce(np.ones(1))
 os.execv(sys.executable, [sys.executable, *sys.argv, "again"])
