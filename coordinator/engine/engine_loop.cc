@@ -146,7 +146,7 @@ void EngineLoop::Submit(Operation& operation) {
   if (accepted.code() == Code::kInternal) Note(accepted);
   const bool is_step = operation.name.kind == OpKind::kStep;
   Complete(operation, accepted);
-  if (is_step) announcer_.StartLater(operation);
+  if (is_step && agreed_error_.ok()) announcer_.StartLater(operation);
 }
 
 // Joins or leaves: what was started before is submitted by now.
@@ -325,8 +325,10 @@ void EngineLoop::OnEnded(KeyId key, const Status& status) {
   if (status.ok()) {
     operation->work->SetSkipped(FullMask(static_cast<int>(operation->signature.tensors.size())));
   }
-  // What ends in the same iteration, e.g. because a peer has left, ends for that reason.
-  Complete(*operation, status.ok() || agreed_error_.ok() ? status : agreed_error_);
+  // What fails in the same iteration, e.g. because a peer has left, ends for that reason, once the
+  // engine counts as failed: see Fail.
+  if (!status.ok() && !agreed_error_.ok()) return;
+  Complete(*operation, status);
   // After Complete, because the next announcement uses the same operation.
   if (is_step && agreed_error_.ok()) announcer_.StartLater(*operation);
 }
