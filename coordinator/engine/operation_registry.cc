@@ -80,8 +80,11 @@ Result<Operation*> OperationRegistry::PrepareUnnamed(uint32_t set, OpKind kind,
   uint64_t& count = unnamed_[{set, kind}];
   const KeyName name{set, kind, UnnamedName(kind, count % kUnnamedSlots)};
   auto holder = holders_.find({name.set, SpaceOf(name.kind), name.name});
-  if (holder != holders_.end() && holder->second->load() != nullptr)
-    return static_cast<Operation*>(nullptr);
+  bool is_busy = holder != holders_.end() && holder->second->load() != nullptr;
+  // Release gives the name back first.
+  auto former = operations_.find(KeyView(set, kind, signature.function, name.name));
+  if (former != operations_.end()) is_busy |= former->second->in_flight.load();
+  if (is_busy) return static_cast<Operation*>(nullptr);
   Result<Operation*> prepared = PrepareLocked(name, signature, splits);
   if (prepared.ok()) ++count;
   if (prepared.ok()) Hold(*prepared.value());

@@ -492,5 +492,25 @@ TEST(Engine, ReportsAStallOnAllRanksNamingTheMissingAndEndsByItsError) {
   }
 }
 
+// Another thread may be half-way through Operation::Release when the slot's next call comes.
+TEST(Engine, AnUnnamedSlotIsBusyUntilItsOperationIsReleasedAsAWhole) {
+  Ranks job(1);
+  OperationRegistry& operations = job.engine(0).operations();
+  const auto next = [&] {
+    Operation* const operation =
+        operations.PrepareUnnamed(0, OpKind::kAllreduce, Floats(1), nullptr, {}).value();
+    if (operation != nullptr) operations.ReleaseHandle(*operation);
+    return operation;
+  };
+  Operation& first = *next();
+  Operation* latest = &first;
+  for (int slots = 1; slots < 256; ++slots) ASSERT_NE(latest = next(), &first);
+  ASSERT_TRUE(first.Take());
+  first.holder->store(nullptr);
+  EXPECT_EQ(next(), nullptr);
+  first.in_flight.store(false);
+  EXPECT_EQ(next(), &first);
+}
+
 }  // namespace
 }  // namespace farandole
