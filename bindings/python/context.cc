@@ -436,9 +436,10 @@ const char* NameText(const py::object& name) {
                         " must not hold NUL or lone surrogates");
 }
 
+/// Of Options, whose pointers are null. All bytes, so that a new field counts: the struct has no
+/// padding, and where a value has several representations the core compares once more.
 bool IsSame(const farandole_params& a, const farandole_params& b) {
-  return a.op == b.op && a.prescale == b.prescale && a.postscale == b.postscale &&
-         a.root == b.root && a.wire == b.wire && a.device == b.device;
+  return std::memcmp(static_cast<const void*>(&a), static_cast<const void*>(&b), sizeof a) == 0;
 }
 
 int64_t CountOf(const Array& array) {
