@@ -534,11 +534,13 @@ size_t Context::Name::Hash::operator()(const Name& name) const {
   return static_cast<size_t>(PyObject_Hash(name.text.ptr())) ^ (number * 0x9e3779b97f4a7c15U);
 }
 
-/// Names may be new all the time: those that were not used since the last call of this go.
+/// Names may be new all the time: those that were not used since the last call of this go. A
+/// quarter more names than are left call it again; were it twice as many, each call would leave as
+/// many as the last one did and those in use just then, without end.
 void Context::DropUnused() {
   std::erase_if(prepared_, [](const auto& one) { return !one.second.is_used; });
   for (auto& [_, prepared] : prepared_) prepared.is_used = false;
-  drop_above_ = std::max(kPrepared, 2 * prepared_.size());
+  drop_above_ = prepared_.size() + std::max(kPrepared, prepared_.size() / 4);
 }
 
 /// The operation prepared for this call: found by its name where it was last described likewise,
