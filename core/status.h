@@ -46,6 +46,7 @@ enum class FailureKind : int {
   kBlockedInPython = 9,  ///< It runs, or waits in, Python code and submits nothing.
   kBlockedInC = 10,      ///< It is inside C code that holds the interpreter's lock.
 };
+inline constexpr FailureKind kLastFailureKind = FailureKind::kBlockedInC;
 
 /// What is known of a failure besides its message, for callers that react to it.
 struct FailureFacts {

@@ -293,6 +293,13 @@ void BindContext(py::module_& m) {
            py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, py::arg("root") = -1,
            py::arg("wire") = static_cast<int>(FARANDOLE_WIRE_SAME), py::arg("set") = 0,
            py::arg("function") = "")
+      .def(
+          "of_set",
+          [](Options self, uint32_t set) {
+            self.params.set = set;
+            return self;
+          },
+          py::arg("set"))
       .def_property_readonly("function", &Options::FunctionName)
       .def_property_readonly("kind", [](const Options& self) { return self.params.kind; })
       .def_property_readonly("op", [](const Options& self) { return self.params.op; })

@@ -436,9 +436,10 @@ const char* NameText(const py::object& name) {
                         " must not hold NUL or lone surrogates");
 }
 
+/// Of Options, whose pointers are null. All bytes, so that a new field counts: the struct has no
+/// padding, and where a value has several representations the core compares once more.
 bool IsSame(const farandole_params& a, const farandole_params& b) {
-  return a.op == b.op && a.prescale == b.prescale && a.postscale == b.postscale &&
-         a.root == b.root && a.wire == b.wire && a.device == b.device;
+  return std::memcmp(static_cast<const void*>(&a), static_cast<const void*>(&b), sizeof a) == 0;
 }
 
 int64_t CountOf(const Array& array) {
@@ -533,11 +534,13 @@ size_t Context::Name::Hash::operator()(const Name& name) const {
   return static_cast<size_t>(PyObject_Hash(name.text.ptr())) ^ (number * 0x9e3779b97f4a7c15U);
 }
 
-/// Names may be new all the time: those that were not used since the last call of this go.
+/// Names may be new all the time: those that were not used since the last call of this go. A
+/// quarter more names than are left call it again; were it twice as many, each call would leave as
+/// many as the last one did and those in use just then, without end.
 void Context::DropUnused() {
   std::erase_if(prepared_, [](const auto& one) { return !one.second.is_used; });
   for (auto& [_, prepared] : prepared_) prepared.is_used = false;
-  drop_above_ = std::max(kPrepared, 2 * prepared_.size());
+  drop_above_ = prepared_.size() + std::max(kPrepared, prepared_.size() / 4);
 }
 
 /// The operation prepared for this call: found by its name where it was last described likewise,

@@ -50,7 +50,7 @@ void Fields(Archive& archive, Of<Archive, StepRun>& run) {
 /// Without the ranks. @param most Of each text, in bytes.
 template <class Archive>
 void Fields(Archive& archive, Of<Archive, FailureFacts>& facts, size_t most) {
-  archive.Enum("kind of failure", facts.kind, FailureKind::kBlockedInC);
+  archive.Enum("kind of failure", facts.kind, kLastFailureKind);
   archive.Number("signal or exit code", facts.number);
   archive.Number("process id", facts.pid);
   archive.Number("age", facts.last_age_ns);

@@ -54,6 +54,7 @@ class Options:
         set: int = 0,
         function: str = "",
     ) -> None: ...
+    def of_set(self, set: int) -> Options: ...  # the same, of another process set
     function: Final[str]  # what the user called; without another the name of the kind
     kind: Final[int]
     op: Final[int]

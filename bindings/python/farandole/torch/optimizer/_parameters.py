@@ -55,8 +55,7 @@ class Settings:
         Raises:
             TypeError: The process set has not been added to it.
         """
-        old, uid = self.options, basics.uid_of(self.process_set, "DistributedOptimizer")
-        options = ops.options(ops.ALLREDUCE, old.op, old.prescale, old.postscale, -1, old.wire, uid)
+        options = self.options.of_set(basics.uid_of(self.process_set, "DistributedOptimizer"))
         return replace(self, options=options, size=self.process_set.size() or 1)
 
     def plain(self, kind: int, op: int = ops.Sum) -> _core.Options:
