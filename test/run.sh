@@ -200,6 +200,7 @@ run_pytest_asan() {
 
 sanitizer_lanes() {
   export UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1
+  export FARANDOLE_TEST_FULL=0 # the full product is the release lane's
   sanitize asan
   sanitize tsan
   must "Python tests under asan" run_pytest_asan
