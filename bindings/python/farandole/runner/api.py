@@ -58,7 +58,9 @@ def run(
     }  # fmt: skip
     for name, value in refused.items():
         if value is not None:
-            raise ValueError(f"{name}={value!r} has no meaning here: the number of ranks is fixed, as each has a result")
+            raise ValueError(
+                f"{name}={value!r} has no meaning here: the number of ranks is fixed, as each has a result"
+            )
     flags = {
         "num-proc": num_proc if np is None else np, "hosts": hosts, "hostfile": hostfile,
         "host-discovery-script": host_discovery_script, "slots-per-host": slots,

@@ -684,6 +684,9 @@ class ElasticJob(HostsJob):
             self._dismiss_idle()
             self.finish(now_s)
 
+    def should_join(self) -> bool:
+        return not self._has_begun and super().should_join()
+
     def describe_end(self, has_all: bool) -> tuple[int, str]:
         return 0, ""
 

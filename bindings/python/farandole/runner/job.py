@@ -534,11 +534,11 @@ class Job:
         code, message = self.describe_end(len(self.peers) == self.options.np)
         if message:
             self.writer.say(message)
-        elif code == 0 and not self._has_joined and self._should_join():
+        elif code == 0 and not self._has_joined and self.should_join():
             self.writer.say(_NOT_JOINED)
         return code or int(self.writer.is_incomplete)
 
-    def _should_join(self) -> bool:
+    def should_join(self) -> bool:
         """Whether several ranks ran a Python program, which is likely to be for one job."""
         runs_python = any(map(_PYTHON.fullmatch, self.options.command)) and self.function is None
         return self.options.np > 1 and len(self.peers) == self.options.np and runs_python

@@ -387,8 +387,10 @@ class Program:
         return data
 
     def stop(self, number: int) -> None:
-        self.is_stopping = True
-        self.send_signal(number)
+        """Ends the program, with SIGTERM once: a second one would end a Python that is on its way out."""
+        is_again, self.is_stopping = self.is_stopping, True
+        if not is_again or number != signal.SIGTERM:
+            self.send_signal(number)
 
     def send_signal(self, number: int) -> None:
         with self._ending:  # until then nobody takes the child's end, as Popen.send_signal would
