@@ -4,8 +4,9 @@ The first start is that of ``hosts.py``. Once a rank has told where it listens f
 on a rank that ends is a loss, and one that is started is a newcomer, which asks the living members. Ranks themselves
 agree on who goes on; nothing here decides that.
 
-Who is alive: of a rank that a supervisor of ours reports, until that says how it ended. Of others (an earlier launcher
-has started them, or their supervisor is lost) as long as the port where they listen for members accepts connections.
+Who lives: a rank that a supervisor of ours reports, until that says how it ended. Another one (an earlier launcher has
+started it, or its supervisor is lost) as long as its note in the job's folder is locked; or if there is no note, as on
+another host, as long as the port where it listens for members accepts connections.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import socket
 import stat
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from farandole.runner import supervisor
 from farandole.runner.hosts import HERE, HostsJob, Placed, make_command, slots_by_name
@@ -39,6 +40,7 @@ LEAVE_S = 30.0  # from the notice that a rank is to leave to SIGKILL: it finishe
 CALM_S = 60.0  # who has lived so long waits the least again
 POLL_S = 1.0  # of the discovery script, and of the ports of ranks that no supervisor of ours reports
 _PROBE_TIMEOUT_S = 2.0
+_MISSES = 2  # attempts in a row without an answer, until a rank is given up
 _ADDRESS = re.compile(r"[^\s,]+:[0-9]{1,5}")
 _FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, HALTED)  # ends that are not the program's own fault
 
@@ -161,41 +163,78 @@ class JobFolder:
             json.dump({"key": key, "members": members}, file)
         os.replace(new, self._file)
 
-    def take_end(self, number: int) -> int | None:
-        """The code of a rank's end, if a supervisor without a launcher has noted it; forgets it."""
-        path = supervisor.end_file(self.path, number)
-        with contextlib.suppress(OSError, ValueError):
-            code = int(pathlib.Path(path).read_text())
-            os.unlink(path)
-            return code
-        return None
+    def read_note(self, number: int) -> _Note | None:
+        """What the supervisor of a rank notes of it; None if it has no note here."""
+        said: dict[str, Any] = {}
+        try:
+            with open(supervisor.note_file(self.path, number), "rb") as file:
+                is_locked = not _can_lock(file)
+                for line in file:
+                    with contextlib.suppress(Malformed):
+                        said |= read_json(line)
+        except OSError:
+            return None
+        address, code = said.get("member"), said.get("code")
+        return _Note(is_locked, str(address) if _is_address(address) else "", code if isinstance(code, int) else None)
 
     def clear(self) -> None:
         """Forgets the job, which is over."""
-        for path in [self._file, *pathlib.Path(self.path).glob("ended.*")]:
+        for path in [self._file, *pathlib.Path(self.path).glob("rank.*")]:
             with contextlib.suppress(OSError):
                 path.unlink()
 
 
-def answers(address: str) -> bool:
+class _Note(NamedTuple):
+    """What a supervisor notes of a rank: where that listens, and the code of its end. It is locked until then."""
+
+    is_locked: bool
+    address: str
+    code: int | None
+
+
+def _can_lock(file: IO[bytes]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_address(text: object) -> bool:
+    return isinstance(text, str) and _ADDRESS.fullmatch(text) is not None
+
+
+class _Probe(NamedTuple):
+    """What was found of a rank: whether it lives, whether that is certain, and where it listens, if it is known."""
+
+    lives: bool
+    is_certain: bool
+    address: str
+
+
+def probe(folder: JobFolder | None, ranks: Mapping[int, str]) -> dict[int, _Probe]:
+    """Finds out which ranks live, by number, of whose ports these are the addresses; asks all at the same time."""
+    found: dict[int, _Probe] = {}
+
+    def ask(number: int, address: str) -> None:
+        note = None if folder is None else folder.read_note(number)
+        if note is not None:
+            found[number] = _Probe(note.is_locked, True, note.address or address)
+        else:
+            found[number] = _Probe(_answers(address), False, address)
+
+    for thread in [start_thread(ask, *rank) for rank in ranks.items()]:
+        thread.join()
+    return found
+
+
+def _answers(address: str) -> bool:
     """Whether something accepts connections there."""
     try:
         socket.create_connection(supervisor.split_address(address), _PROBE_TIMEOUT_S).close()
     except (OSError, ValueError):
         return False
     return True
-
-
-def find_answering(addresses: Collection[str]) -> set[str]:
-    """Those where something accepts connections; asks all at the same time."""
-    found: list[str] = []
-
-    def ask(address: str) -> None:
-        found.extend([address] * answers(address))
-
-    for thread in [start_thread(ask, address) for address in addresses]:
-        thread.join()
-    return set(found)
 
 
 class ElasticJob(HostsJob):
@@ -218,7 +257,7 @@ class ElasticJob(HostsJob):
         self._places: dict[int, _Place] = {}
         self._numbers = 0  # of supervisors so far
         self._discovered: queue.SimpleQueue[list[Host] | str] = queue.SimpleQueue()
-        self._probed: queue.SimpleQueue[tuple[_Place, bool]] = queue.SimpleQueue()
+        self._probed: queue.SimpleQueue[tuple[_Place, _Probe]] = queue.SimpleQueue()
         self._is_probing = False
         self._has_said_threads = False
         self._backoff = self._make_backoff()  # of the whole job
@@ -265,17 +304,18 @@ class ElasticJob(HostsJob):
     def _find_members(self, folder: JobFolder) -> None:
         """Finds the ranks of this job that an earlier launcher has started, and that live."""
         key, members = folder.read()
-        living = find_answering({address for address, _ in members.values()})
-        found = {number: one for number, one in members.items() if one[0] in living}
+        probed = probe(folder, {number: address for number, (address, _) in members.items()})
+        found = [number for number in members if probed[number].lives]
         if not found:
             folder.clear()
             return self._save()
         self.key, self._has_begun, self._is_gathering, self._is_first = key, True, False, False
-        for number, (address, host) in found.items():
+        for number in found:
             self._places[number] = _Place(
-                number, host, self._make_backoff(), started_s=self._started_s, address=address, is_running=True,
-                is_owned=False, is_adopted=True,
+                number, members[number][1], self._make_backoff(), started_s=self._started_s,
+                address=probed[number].address, is_running=True, is_owned=False, is_adopted=True,
             )  # fmt: skip
+        self._save()
         self.writer.say(
             f"ranks {list_ranks(sorted(found))} of this job live, which an earlier farandolerun has started: their "
             "output and exit codes do not reach this one, nor do its signals reach them"
@@ -283,7 +323,7 @@ class ElasticJob(HostsJob):
 
     def _save(self) -> None:
         """Keeps what a later launcher needs."""
-        members = {one.number: (one.address, one.host) for one in self._places.values() if one.address}
+        members = {one.number: (one.address, one.host) for one in self._places.values() if one.is_running}
         if self._folder_of_job is not None:
             try:
                 self._folder_of_job.write(self.key, members)
@@ -453,8 +493,7 @@ class ElasticJob(HostsJob):
             place.is_leaving = place.is_consequence = False
             place.address = place.error = ""
             self.peers[place.number] = Peer(place.number, channel, channel.host, None)
-            if self._folder_of_job is not None:
-                self._folder_of_job.take_end(place.number)
+        self._save()
         self.start_ranks(
             host.number, [place.number for place in places], has_rank_0, members=members, slots=host.slots,
             job_folder=self._folder_of_job.path if self._folder_of_job else "", job_key=self.key,
@@ -500,7 +539,7 @@ class ElasticJob(HostsJob):
     def take_member(self, peer: Peer, address: str) -> None:
         """Takes it that a rank listens for members there."""
         place = self._places.get(peer.rank)
-        if not _ADDRESS.fullmatch(address):
+        if not _is_address(address):
             raise Malformed(f'"{address}" is no address of a member')
         if place is not None and place.is_running and place.address != address:
             place.address, self._has_begun = address, True
@@ -693,13 +732,12 @@ class ElasticJob(HostsJob):
     # Ranks of which no supervisor of ours reports
 
     def _probe(self) -> None:
-        """Asks their ports, on a thread of its own."""
+        """Finds out whether they live, on a thread of its own."""
         while self.is_waiting:
-            unowned = [place for place in [*self._places.values()] if place.is_running and not place.is_owned]
-            asked = {place: place.address for place in unowned}
-            found = find_answering({*asked.values()})
-            for place, address in asked.items():
-                self._probed.put((place, address in found))
+            asked = [place for place in [*self._places.values()] if place.is_running and not place.is_owned]
+            found = probe(self._folder_of_job, {place.number: place.address for place in asked})
+            for place in asked:
+                self._probed.put((place, found[place.number]))
             time.sleep(POLL_S)
 
     def _take_probed(self, now_s: float) -> None:
@@ -707,17 +745,20 @@ class ElasticJob(HostsJob):
             self._is_probing = True
             start_thread(self._probe)
         while not self._probed.empty():
-            place, is_alive = self._probed.get()
-            place.misses = 0 if is_alive else place.misses + 1
-            # The second time in a row: its supervisor has noted its end by then.
-            if place.misses >= 2 and place.is_running and not place.is_owned:
+            place, found = self._probed.get()
+            if place.is_owned or not place.is_running:
+                continue
+            place.misses = 0 if found.lives else place.misses + 1
+            if place.address != found.address:
+                place.address = found.address
+                self._save()
+            if place.misses >= (1 if found.is_certain else _MISSES):
                 self._take_gone(place, now_s)
 
     def _take_gone(self, place: _Place, now_s: float) -> None:
-        code = self._folder_of_job.take_end(place.number) if self._folder_of_job is not None else None
-        if code is not None:
-            return self._take_end(place, self._describe(place, code, place.host), now_s, code)
-        text = f"rank {place.number} on host {place.host} has gone"
-        if place.is_adopted:  # all may have ended well: they are not to run once more
-            text += ", and how it ended is not known"
-        self._take_end(place, _End(text, 1, not place.is_adopted, place.is_adopted), now_s)
+        note = None if self._folder_of_job is None else self._folder_of_job.read_note(place.number)
+        if note is not None and note.code is not None:
+            return self._take_end(place, self._describe(place, note.code, place.host), now_s, note.code)
+        is_unknown = place.is_adopted and note is None  # it may have ended well, and is not to run once more
+        text = f"rank {place.number} on host {place.host} has gone" + ", and how it ended is not known" * is_unknown
+        self._take_end(place, _End(text, 1, not is_unknown, is_unknown), now_s)

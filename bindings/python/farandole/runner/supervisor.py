@@ -15,8 +15,8 @@ other ranks then. When the channel breaks, the programs are ended; when a superv
 kills its programs, and :class:`Guard` what these have started.
 
 Of an elastic job START comes again for each rank that is started later, and a host's supervisor stays, without programs
-too, until GO. When the channel breaks its programs go on: what they write is dropped, and how they end stands in files
-of the job's folder, for a launcher that is started again. SIGTERM means that the host will go: the programs get it as
+too, until GO. When the channel breaks its programs go on: what they write is dropped. Their reports and ends are also
+in the job's folder, for a launcher that is started again. SIGTERM means that the host will go: the programs get it as
 well, and the launcher is told by LEAVE.
 
 On a connection both ends first prove the token of the job, which does not travel there:
@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import queue
@@ -427,7 +428,7 @@ class Supervisor:
         self._starts: queue.SimpleQueue[bytes] = queue.SimpleQueue()  # of ranks to start later
         self._is_alone = not outlives  # it ends with its programs
         self._is_leaving = self._has_left = False  # the host
-        self.folder = ""  # of the job: ends are noted there once the launcher has gone
+        self._notes: dict[int, int] = {}  # descriptors of files, by rank
         self.keys: dict[int, int] = {}  # by rank: pipes with the job's key until a rank that joins reads it
         self._may_leave = threading.Event()
         self.has_mpiruns_signal = False
@@ -452,6 +453,20 @@ class Supervisor:
         if program.group is not None:
             self._guard.watch(program.group)
         return 0
+
+    def note(self, rank: int, path: str) -> None:
+        """Notes in a file from now on what a rank reports and the code of its end, as lines of JSON.
+
+        The file is locked as long as the rank runs and this supervisor lives, whatever has become of the launcher.
+        """
+        with contextlib.suppress(OSError):  # a host need not have the folder
+            self._notes[rank] = note = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+            fcntl.flock(note, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(note, 0)
+
+    def _write_note(self, note: int, data: bytes) -> None:
+        with contextlib.suppress(OSError):  # the disk is full
+            os.write(note, data)
 
     def run(self, start_ranks: Callable[[Supervisor, bytes], None] | None = None) -> int:
         """Until all programs have ended, and the launcher of an elastic job has gone or sent GO.
@@ -509,6 +524,8 @@ class Supervisor:
             kind = program.kinds[pipe]
             if data := program.read(pipe):
                 self._channel.send(kind, data, program.rank)
+                if kind == REPORT and program.rank in self._notes:
+                    self._write_note(self._notes[program.rank], data)
         return bool(pipes)
 
     def _drain(self, program: Program) -> None:
@@ -572,9 +589,9 @@ class Supervisor:
             os.close(key)
         end = {"code": code, "by_mpirun": self.has_mpiruns_signal, "has_joined": has_joined}
         self._channel.send(EXIT, json.dumps(end).encode(), rank)
-        if self._outlives and self._is_alone and self.folder:
-            with contextlib.suppress(OSError):  # another host need not have it
-                note_end(self.folder, rank, code)
+        if (note := self._notes.pop(rank, None)) is not None:
+            self._write_note(note, json.dumps({"code": code}).encode() + b"\n")
+            os.close(note)
 
     def leave(self, code: int) -> NoReturn:
         """Waits until the launcher has read the end of mpirun's rank, and ends the same way.
@@ -593,15 +610,8 @@ class Supervisor:
         os._exit(code if code >= 0 else 128 - code)
 
 
-def end_file(folder: str, rank: int) -> str:
-    """Where a supervisor without a launcher notes the code of a rank's end."""
-    return os.path.join(folder, f"ended.{rank}")
-
-
-def note_end(folder: str, rank: int, code: int) -> None:
-    with open(end_file(folder, rank) + ".new", "w") as file:
-        file.write(str(code))
-    os.replace(file.name, end_file(folder, rank))
+def note_file(folder: str, rank: int) -> str:
+    return os.path.join(folder, f"rank.{rank}")
 
 
 def _find_readable(descriptors: Iterable[int], timeout_ms: int | None = None) -> set[int]:
@@ -684,7 +694,6 @@ def _start_ranks(
     with contextlib.suppress(OSError):  # a host need not have it
         os.chdir(folder)
     os.environ.update(environment or {})
-    supervisor.folder = job_folder
     threads = limit_threads(slots or len(ranks))
     listener = None
     if listen is not None:
@@ -705,6 +714,8 @@ def _start_ranks(
             descriptors["FARANDOLE_LISTEN_FD"] = listener.fileno()
         texts = {name: str(value) for name, value in (variables | descriptors).items()}
         supervisor.keys[rank] = key_reader
+        if job_folder:
+            supervisor.note(rank, note_file(job_folder, rank))
         supervisor.start(
             rank, command, texts, has_input=runs_function or (rank == 0 and not members),
             descriptors=[*descriptors.values()], leads_group=True,
