@@ -42,7 +42,8 @@ POLL_S = 1.0  # of the discovery script, and of the ports of ranks that no super
 _PROBE_TIMEOUT_S = 2.0
 _MISSES = 2  # attempts in a row without an answer, until a rank is given up
 _ADDRESS = re.compile(r"[^\s,]+:[0-9]{1,5}")
-_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, HALTED)  # ends that are not the program's own fault
+# Exit codes that are not the program's own fault: those of a killed one, and of one that has left after a notice.
+_FROM_OUTSIDE = (128 + signal.SIGKILL, 128 + signal.SIGTERM, HALTED)
 
 
 @dataclasses.dataclass
@@ -370,15 +371,16 @@ class ElasticJob(HostsJob):
     def _places_on(self, host: _Host) -> list[_Place]:
         return [place for _, place in sorted(self._places.items()) if place.host == host.name]
 
-    def _leave(self, places: Collection[_Place], why: str) -> None:
-        """Has ranks leave with notice, and forgets places without one."""
+    def _leave(self, places: Collection[_Place], why: str, are_told: bool = False) -> None:
+        """Has ranks leave with notice, unless they have it, and forgets places without one."""
         for place in places:
             if not place.is_running:
                 del self._places[place.number]
         leaving = [place for place in places if place.is_running and not place.is_leaving]
         for place in leaving:
             place.is_leaving, place.kill_at_s = True, time.monotonic() + LEAVE_S
-            self._signal(place, signal.SIGTERM)
+            if not are_told:
+                self._signal(place, signal.SIGTERM)
         if leaving:
             self.writer.say(f"{why}; told to leave: {list_ranks([place.number for place in leaving])}")
 
@@ -390,7 +392,7 @@ class ElasticJob(HostsJob):
         host = self._host_of(self.number_of(channel))
         if host is not None and not self.is_stopping:
             host.slots, host.is_going = 0, True
-            self._leave(self._places_on(host), f"{host.name} gives notice")
+            self._leave(self._places_on(host), f"{host.name} gives notice", are_told=True)
 
     def _host_of(self, number: int) -> _Host | None:
         return next((host for host in self._hosts_by_name.values() if host.number == number), None)
@@ -568,7 +570,7 @@ class ElasticJob(HostsJob):
             how = f"has halted (exit code {HALTED}), as it reached too few of the others"
         elif code > 0 and place.error:
             how += f": {place.error}"
-        is_from_outside = code in _FROM_OUTSIDE
+        is_from_outside = exit_code(code) in _FROM_OUTSIDE
         is_fault = code != 0 and not is_from_outside and not place.is_consequence and bool(place.address)
         return _End(f"rank {place.number} on host {host} {how}", exit_code(code), is_from_outside, is_fault)
 

@@ -493,7 +493,8 @@ class Supervisor:
             if self._is_leaving and not self._has_left:
                 self._has_left = True
                 self._channel.send(LEAVE)
-                self._stop(signal.SIGTERM)
+                if "SLURM_STEP_ID" not in os.environ:  # Slurm has signalled all of the step
+                    self._stop(signal.SIGTERM)
             for program in [*self._running]:
                 self._forward(program, ready)
                 if self._signals in ready and not program.is_alive:
