@@ -271,7 +271,7 @@ def test_a_launcher_that_is_killed_can_be_started_again_and_the_ranks_go_on_mean
         pass
     (tmp_path / "talk").unlink()
     two = launch(*how)
-    two.wait_for(r"ranks 0, 1 of this job live, which an earlier farandolerun has started: ")
+    two.wait_for(r"ranks 0, 1 of this job live, started by an earlier farandolerun: ")
     (third,) = two.ranks(1)
     assert (third.number, third.members) == (2, {rank.address for rank in ranks[:2]})
     ranks[0].kill()

@@ -318,8 +318,8 @@ class ElasticJob(HostsJob):
             )  # fmt: skip
         self._save()
         self.writer.say(
-            f"ranks {list_ranks(sorted(found))} of this job live, which an earlier farandolerun has started: their "
-            "output and exit codes do not reach this one, nor do its signals reach them"
+            f"ranks {list_ranks(sorted(found))} of this job live, started by an earlier farandolerun: "
+            "their output is not shown"
         )
 
     def _save(self) -> None:
