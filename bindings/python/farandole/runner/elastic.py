@@ -376,7 +376,7 @@ class ElasticJob(HostsJob):
         for place in places:
             if not place.is_running:
                 del self._places[place.number]
-        leaving = [place for place in places if place.is_running and not place.is_leaving]
+        leaving = [place for place in places if place.is_running and place.is_owned and not place.is_leaving]
         for place in leaving:
             place.is_leaving, place.kill_at_s = True, time.monotonic() + LEAVE_S
             if not are_told:
@@ -413,7 +413,7 @@ class ElasticJob(HostsJob):
 
     def _check_supervisors(self, now_s: float) -> None:
         for host in self._hosts_by_name.values():
-            if host.number is not None and not host.is_up:
+            if host.number is not None and not host.is_up and not host.is_dismissed:
                 why = self.why_unstarted(host.number)
                 if not why and now_s >= host.started_s + self.options.start_timeout_s:
                     why = f"{host.name} was not reached within {self.options.start_timeout_s:g} s (--start-timeout)"
@@ -427,6 +427,9 @@ class ElasticJob(HostsJob):
             self._forget_supervisor(host)
         if self._is_first and self._discover is None:
             return self._end(1, why)
+        for place in self._places_on(host):
+            if not place.is_running:  # another host may have a free slot
+                del self._places[place.number]
         wait_s = host.backoff.wait_s(now_s - host.started_s if host.is_up else 0.0)
         host.start_at_s, host.is_up = now_s + wait_s, False
         self.writer.say(f"{why}; it is tried again in {wait_s:g} s")
@@ -441,7 +444,7 @@ class ElasticJob(HostsJob):
         return False  # others may come at any time
 
     def has_loopback_only(self) -> bool:
-        return super().has_loopback_only() and self._discover is None
+        return self._discover is None and all(name == HERE for name in self._hosts_by_name)
 
     def host_is_up(self, number: int) -> None:
         host = self._host_of(number)
@@ -454,11 +457,15 @@ class ElasticJob(HostsJob):
         super().lose(channel)
         if host is None:
             return
-        if host.is_dismissed or self.is_stopping:
+        now_s = time.monotonic()
+        is_used = not self._has_begun and bool(self._places_on(host))  # its ranks may not have started yet
+        if host.is_dismissed or self.is_stopping or self._is_done:
             self._forget_supervisor(host)
             host.is_up = False
         else:
-            self._host_failed(host, f"{host.name} does not report its ranks any more", time.monotonic())
+            self._host_failed(host, f"{host.name} does not report its ranks any more", now_s)
+            if is_used and self._anew_at_s is None:
+                self._start_anew(f"{host.name} was lost before the job had begun", 1, now_s)
 
     # Ranks
 
