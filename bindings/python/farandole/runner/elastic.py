@@ -41,7 +41,7 @@ CALM_S = 60.0  # who has lived so long waits the least again
 POLL_S = 1.0  # of the discovery script, and of the ports of ranks that no supervisor of ours reports
 _PROBE_TIMEOUT_S = 2.0
 _MISSES = 2  # attempts in a row without an answer, until a rank is given up
-_ADDRESS = re.compile(r"[^\s,]+:[0-9]{1,5}")
+_ADDRESS = re.compile(r"[^\s,]+:[0-9]{1,5}(,[^\s,]+:[0-9]{1,5})*")  # one rank may have several
 # Exit codes that are not the program's own fault: those of a killed one, and of one that has left after a notice.
 _FROM_OUTSIDE = (128 + signal.SIGKILL, 128 + signal.SIGTERM, HALTED)
 
@@ -229,13 +229,13 @@ def probe(folder: JobFolder | None, ranks: Mapping[int, str]) -> dict[int, _Prob
     return found
 
 
-def _answers(address: str) -> bool:
-    """Whether something accepts connections there."""
-    try:
-        socket.create_connection(supervisor.split_address(address), _PROBE_TIMEOUT_S).close()
-    except (OSError, ValueError):
-        return False
-    return True
+def _answers(addresses: str) -> bool:
+    """Whether something accepts connections at one of these addresses of a rank."""
+    for address in filter(None, addresses.split(",")):
+        with contextlib.suppress(OSError, ValueError):
+            socket.create_connection(supervisor.split_address(address), _PROBE_TIMEOUT_S).close()
+            return True
+    return False
 
 
 class ElasticJob(HostsJob):
@@ -770,4 +770,5 @@ class ElasticJob(HostsJob):
             return self._take_end(place, self._describe(place, note.code, place.host), now_s, note.code)
         is_unknown = place.is_adopted and note is None  # it may have ended well, and is not to run once more
         text = f"rank {place.number} on host {place.host} has gone" + ", and how it ended is not known" * is_unknown
-        self._take_end(place, _End(text, 1, not is_unknown, is_unknown), now_s)
+        code = 0 if is_unknown and self._is_done else 1
+        self._take_end(place, _End(text, code, not is_unknown, is_unknown), now_s, code)

@@ -361,11 +361,15 @@ class Program:
             if os.getppid() != supervisor:  # it was killed before
                 signal.raise_signal(signal.SIGKILL)
 
-        self.child = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=descriptors, start_new_session=leads_group,
-            preexec_fn=end_with_supervisor,
-        )  # fmt: skip
+        try:
+            self.child = subprocess.Popen(
+                command, env=environment, stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=descriptors, start_new_session=leads_group,
+                preexec_fn=end_with_supervisor,
+            )  # fmt: skip
+        except OSError:
+            self._close_named()
+            raise
         assert self.child.stdout is not None and self.child.stderr is not None
         self.kinds |= {self.child.stdout.fileno(): OUT, self.child.stderr.fileno(): ERR}
 
@@ -409,9 +413,12 @@ class Program:
         for stream in (self.child.stdout, self.child.stderr):
             if stream is not None:
                 stream.close()
+        self._close_named()
+        return self.child.wait()
+
+    def _close_named(self) -> None:
         for descriptor in self._named:
             os.close(descriptor)
-        return self.child.wait()
 
 
 class Supervisor:
