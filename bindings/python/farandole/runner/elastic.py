@@ -502,6 +502,7 @@ class ElasticJob(HostsJob):
             place.is_leaving = place.is_consequence = False
             place.address = place.error = ""
             self.peers[place.number] = Peer(place.number, channel, channel.host, None)
+        self.options.np = max(self.options.np, len(self._places))
         self._save()
         self.start_ranks(
             host.number, [place.number for place in places], has_rank_0, members=members, slots=host.slots,
@@ -543,7 +544,8 @@ class ElasticJob(HostsJob):
             super().take_error(peer, report, now_s)
         if place is not None:
             place.error = (report["text"].splitlines() or [""])[-1]
-            place.is_consequence = report["is_consequence"]
+            # Not an error of all ranks, which disagree or have diverged: they would again.
+            place.is_consequence = report["is_consequence"] and bool(report["facts"].get("failed_ranks"))
 
     def take_member(self, peer: Peer, address: str) -> None:
         """Takes it that a rank listens for members there."""
