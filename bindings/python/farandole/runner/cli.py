@@ -330,7 +330,8 @@ def _set_elastic(options: Options, found: Mapping[str, Any]) -> None:
         raise UsageError(f"-np {options.np} is not between --min-np {options.min_np} and --max-np {options.max_np}")
     if not options.hosts:
         options.hosts = (Host("localhost", options.max_np),) if options.max_np else ()
-    options.elastic_timeout_s = found["--elastic-timeout"] or options.elastic_timeout_s
+    if found["--elastic-timeout"] is not None:
+        options.elastic_timeout_s = found["--elastic-timeout"]
     least_s, most_s = found["--blacklist-cooldown-range"] or options.cooldown_s
     if least_s > most_s:
         raise UsageError(f"--blacklist-cooldown-range {least_s:g} {most_s:g}: the first is the least")

@@ -723,8 +723,11 @@ class ElasticJob(HostsJob):
         living, least = sum(one.is_running for one in self._places.values()), self.options.min_np
         if living >= least or self._is_done:
             self._few_since_s = now_s
-        elif now_s >= self._few_since_s + self.options.elastic_timeout_s:
-            limit = f"{self.options.elastic_timeout_s:g} s (--elastic-timeout)"
+        limit_s = self.options.elastic_timeout_s
+        if self._is_first:  # supervisors are on their way
+            limit_s = max(limit_s, self.options.start_timeout_s)
+        if now_s >= self._few_since_s + limit_s:
+            limit = f"{limit_s:g} s (--elastic-timeout)"
             self._end(self._last_code, f"for {limit} there have been fewer than {least} ranks (--min-np): {living}")
 
     def _conclude(self, now_s: float) -> None:
