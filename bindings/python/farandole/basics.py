@@ -190,6 +190,7 @@ def init(
         with _horovod.settings():
             _Process.default = Context(_join(rank, size, local_rank, address, store))
         _horovod.report(*_Process.default.topology[:2])
+        _report_member_address(_Process.default)
         _mark_copies_of_the_environment()
         try:
             if comm is not None:
@@ -640,10 +641,20 @@ def _is_consequence(error: type[BaseException], facts: Mapping[str, Any]) -> boo
 
 def _report(report: str) -> None:
     """Tells ``farandolerun`` what ends this rank, so that it names the one that failed first."""
+    _tell_launcher(report)
+    _Process.report_path = ""
+
+
+def _tell_launcher(report: str) -> None:
     if pathlib.Path(_Process.report_path).is_fifo():  # a name of /proc, which in a container can be another file's
         with contextlib.suppress(OSError), open(_Process.report_path, "w") as file:
             file.write(report + "\n")
-    _Process.report_path = ""
+
+
+def _report_member_address(context: Context) -> None:
+    """Tells ``farandolerun`` where this rank of an elastic job listens, so that those that it starts later can join."""
+    if address := getattr(context.core, "member_address", ""):
+        _tell_launcher(json.dumps({"member": address}))
 
 
 def _make_report(text: str, is_consequence: bool, facts: Mapping[str, Any]) -> str:

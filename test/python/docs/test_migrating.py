@@ -101,13 +101,19 @@ EFFECTS = {
     "--stall-check-shutdown-time-seconds": "FARANDOLE_STALL_SHUTDOWN_S=1", "--mpi-args": "--bind-to none -v",
     "--tcp": "NCCL_IB_DISABLE=1", "--binding-args": "-v", "--log-level": "FARANDOLE_LOG_LEVEL=info",
     "--hosts": "-H localhost:2", "--hostfile": "-H localhost:2", "--host-discovery-script": "-H localhost:2",
-    "--mpi": "mpirun",
+    "--mpi": "mpirun", "--min-np": "elastic: 1 to 2 ranks", "--min-num-proc": "elastic: 1 to 2 ranks",
+    "--max-np": "elastic: 1 to 1 ranks", "--max-num-proc": "elastic: 1 to 1 ranks",
+    "--elastic-timeout": "ends after 1 s", "--reset-limit": "again at most 1 times",
+    "--blacklist-cooldown-range": "after 1 to 2 s",
 }  # fmt: skip
 UNDONE = {"--stall-check": "--no-stall-check", "--no-timeline-mark-cycles": "--timeline-mark-cycles"}
 # Those flags besides which a test needs others than -np 2 --mpi.
 BESIDES = {
     "--num-proc": ["--mpi"], "--ssh-port": ["--mpi", "-H", "a,b"], "--ssh-identity-file": ["--mpi", "-H", "a,b"],
     "--slots-per-host": ["--mpi", "-H", "one"], "--mpi": ["-np", "2"],
+    "--min-np": ["-np", "2"], "--min-num-proc": ["-np", "2"], "--max-np": ["-np", "1"], "--max-num-proc": ["-np", "1"],
+    "--elastic-timeout": ["-np", "2", "--elastic"], "--reset-limit": ["-np", "2", "--elastic"],
+    "--blacklist-cooldown-range": ["-np", "2", "--elastic"],
 }  # fmt: skip
 OF_OUTPUT = {"--version", "--check-build", "--verbose", "--output-filename", "--prefix-output-with-timestamp"}
 
@@ -151,7 +157,7 @@ def test_an_honoured_flag_is_in_the_command_line_of_the_job(folder, flag, capsys
         assert command_line(capsys, *besides, UNDONE[name]) != plain
         assert command_line(capsys, *besides, UNDONE[name], flag) == plain
     else:
-        assert EFFECTS[name] in command_line(capsys, *besides, flag)
+        assert EFFECTS[name] in command_line(capsys, *besides, *words_of(flag))
         assert EFFECTS[name] not in command_line(capsys, *(["-np", "2"] if name == "--num-proc" else []), *besides)
 
 

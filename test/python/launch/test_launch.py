@@ -430,8 +430,8 @@ channel.receive()
 
 @pytest.mark.parametrize("payload", [
     b"", b"\xff", b"[]", NESTED.encode(), b'{"version": 1, "host": "far", "token": "t", "id": 1}',
-    b'{"version": 2, "host": "far", "id": 7}', b'{"version": 2, "host": "far", "id": []}',
-    b'{"version": 2, "host": [], "id": 1}',
+    b'{"version": 3, "host": "far", "id": 7}', b'{"version": 3, "host": "far", "id": []}',
+    b'{"version": 3, "host": [], "id": 1}',
 ], ids=lambda payload: payload.decode(errors="replace")[:40])  # fmt: skip
 def test_a_supervisor_that_cannot_be_read_is_one_line_with_its_host(tmp_path, payload):
     (tmp_path / "says.py").write_text(SUPERVISOR_THAT_SAYS.format(payload=payload))

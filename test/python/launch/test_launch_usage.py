@@ -62,6 +62,12 @@ WRONG = [
      "--mpi-args=\"--x 'y\" is not a list of words: no closing quotation"),
     (["-np", "2", "--gloo", "--mpi-args=-q", "true"],
      "--mpi-args is for mpirun, which --gloo does without; give one of them"),
+    (["-np", "2", "--elastic", "--mpi", "true"],
+     "--elastic needs TCP, as MPI ends all ranks with the first; leave --mpi out"),
+    (["-np", "2", "--max-np", "2", "--min-np", "3", "true"], "--max-np 2 is less than --min-np 3"),
+    (["-np", "4", "--min-np", "1", "--max-np", "2", "true"], "-np 4 is not between --min-np 1 and --max-np 2"),
+    (["-np", "2", "--elastic", "--blacklist-cooldown-range", "3", "2", "true"],
+     "--blacklist-cooldown-range 3 2: the first is the least"),
     (["-np", "2", "--output-filename", "x.py", "true"], '--output-filename "x.py" cannot be made: Not a directory'),
 ]  # fmt: skip
 
@@ -186,6 +192,24 @@ def test_the_programs_own_flags_are_left_alone():
     options = cli.parse(["-np", "2", "--", "true", "-np", "7", "--verbose", "--gloo"])
     assert options.command == ("true", "-np", "7", "--verbose", "--gloo")
     assert options.np == 2 and not options.verbose
+
+
+def test_numbers_of_ranks_or_a_script_make_a_job_elastic(folder):
+    def found(typed):
+        options = cli.parse([*typed.split(), "true"])
+        return (options.np, options.min_np, options.most_np, options.hosts) if options.is_elastic else options.notes
+
+    (folder / "script").write_text("#!/bin/sh\necho a:2\n")
+    (folder / "script").chmod(0o755)
+    script, hosts = "--host-discovery-script ./script", (("a", 2),)
+    assert found("-np 2 --elastic") == (2, 1, 2, (("localhost", 2),))
+    assert found("--min-num-proc 2 --max-num-proc 3") == (3, 2, 3, (("localhost", 3),))
+    assert found(f"-np 4 --min-np 2 {script}") == (4, 2, float("inf"), hosts)
+    assert found(f"{script} --max-np 1") == (1, 1, 1, hosts)
+    assert found(f"--mpi {script}") == ()
+    assert found("-np 2 --reset-limit 3") == (
+        "--reset-limit means nothing here: the number of ranks is fixed without --elastic",
+    )
 
 
 def test_hosts_give_the_number_of_ranks_and_repeated_ones_more_slots(tmp_path):

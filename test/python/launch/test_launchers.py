@@ -131,6 +131,33 @@ wait $!
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.once
+def test_slurms_notice_to_a_node_reaches_its_ranks_once_and_the_others_go_on(slurm, tmp_path):
+    (tmp_path / "rank.py").write_text("""import os, pathlib, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+with open(os.environ["_FARANDOLE_REPORT"], "w") as file: file.write('{"member": "127.0.0.1:1"}\\n')
+pathlib.Path("up." + os.environ["FARANDOLE_RANK"]).touch()
+if os.environ["SLURMD_NODENAME"] == "n2":
+    signal.sigwait({signal.SIGTERM})
+    print("got it, then", signal.sigtimedwait({signal.SIGTERM}, 0.5))
+    sys.exit(143)
+while not os.path.exists("end"): signal.sigtimedwait({signal.SIGTERM}, 0.1)
+""")
+    script = f"""cd {tmp_path}
+{sys.executable} -m farandole.runner --elastic {sys.executable} rank.py 2>&1 | tee said &
+until [ -e up.0 ] && [ -e up.1 ]; do sleep 0.1; done
+step=$(squeue --steps --noheader --format="%i %N" | sed -n 's/ n2$//p')
+scancel --signal=TERM $step
+until grep -q "exit code 143" said; do sleep 0.1; done
+touch end
+wait
+"""
+    done = slurm.run("sh", "-c", script, nodes=2, tasks=2)
+    assert "n2 gives notice; told to leave: 1\n" in done.stdout, done.stdout
+    assert "[1] got it, then None\n" in done.stdout and "1 rank goes on\n" in done.stdout, done.stdout
+    assert done.returncode == 0, done.stdout
+
+
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 2)])
 @pytest.mark.once
 def test_srun_without_mpi(digests, slurm, nodes, ranks):

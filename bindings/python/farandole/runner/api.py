@@ -37,7 +37,7 @@ def run(
         num_proc, np: The number of ranks; ``np`` overrides ``num_proc``.
         executable: Python on the ranks; default: this one.
         min_num_proc, max_num_proc, min_np, max_np, reset_limit, cooldown_range: Refused: the number of ranks
-            of a job is fixed.
+            that return a result is fixed; ``farandolerun --elastic`` runs a program on one that changes.
         disable_cache: Ignored: nothing is cached.
         hosts: This and the others correspond to the flags of ``farandolerun``; slots is --slots-per-host.
 
@@ -58,7 +58,9 @@ def run(
     }  # fmt: skip
     for name, value in refused.items():
         if value is not None:
-            raise ValueError(f"{name}={value!r} has no meaning here: the number of ranks is fixed for a job")
+            raise ValueError(
+                f"{name}={value!r} has no meaning here: the number of ranks is fixed, as each has a result"
+            )
     flags = {
         "num-proc": num_proc if np is None else np, "hosts": hosts, "hostfile": hostfile,
         "host-discovery-script": host_discovery_script, "slots-per-host": slots,
@@ -68,7 +70,7 @@ def run(
     }  # fmt: skip
     words = [f"--{name}={value}" for name, value in flags.items() if value is not None]
     words += ["--verbose"] * bool(verbose) + ["--gloo"] * bool(use_gloo) + ["--mpi"] * bool(use_mpi)
-    options = cli.parse([*words, "--", executable or sys.executable, "-c", _SERVE])
+    options = cli.parse([*words, "--", executable or sys.executable, "-c", _SERVE], is_fixed=True)
     call = cloudpickle.dumps((func, tuple(args), dict(kwargs or {})))
     job = cli.launch(options, cloudpickle.dumps((sys.path, call)))
     assert job is not None  # there was no --dry-run

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import farandole
-from farandole.runner import hosts, mpirun
+from farandole.runner import elastic, hosts, mpirun
 from farandole.runner.job import Job
 from farandole.runner.options import Host, Options, UsageError
 from farandole.runner.output import Writer
@@ -78,11 +78,20 @@ _FLAGS = [
     ("-np --num-proc RANKS", "np", "the number of ranks; default with hosts: all their slots"),
     ("-H --hosts HOST:SLOTS,...", "-H", "the hosts to run on, filled in this order"),
     ("-hostfile --hostfile FILE", "--hostfile", 'the hosts, as lines of "HOST slots=N"'),
-    ("--host-discovery-script FILE", "--host-discovery-script", 'run once; it prints the hosts as "HOST:SLOTS"'),
+    ("--host-discovery-script FILE", "--host-discovery-script",
+     'run every second; it prints the hosts as "HOST:SLOTS"; implies --elastic (once, with --mpi)'),
     ("--slots-per-host SLOTS", "slots_per_host", "slots of a host that is given without a number"),
     ("-p --ssh-port PORT", "ssh_port", "ssh port of the other hosts"),
     ("-i --ssh-identity-file FILE", "ssh_identity_file", "ssh key for the other hosts"),
     ("--network-interfaces --network-interface NAME,...", "network_interfaces", "networks to use, such as eth0"),
+    ("--elastic", "is_elastic", "ranks come and go: what ends is started again, hosts are added and dropped"),
+    ("--min-np --min-num-proc RANKS", "min_np", "with fewer ranks it waits for others; default 1; implies --elastic"),
+    ("--max-np --max-num-proc RANKS", "max_np", "start no more ranks than these; implies --elastic"),
+    ("--elastic-timeout SECONDS", "--elastic-timeout", "end if there are too few ranks for so long; default 600"),
+    ("--reset-limit COUNT", "reset_limit", "start ranks again so often, all together; default: any number"),
+    ("--blacklist-cooldown-range SECONDS SECONDS", "--blacklist-cooldown-range",
+     "wait so long before a rank is started again: from the first, doubled each time, to the second; default 1 60"),
+    ("--job FOLDER", "job", "a later farandolerun --elastic finds the ranks by it, if this one is killed"),
     ("--gloo", "network=tcp", "start ranks without mpirun, on TCP; the default"),
     ("--mpi", "network=mpi", "start ranks with mpirun, on MPI"),
     ("--tcp", "tcp", "use only TCP"),
@@ -128,9 +137,6 @@ _MEANINGLESS = {
     "there is no Gloo; see --start-timeout": "--gloo-timeout-seconds=SECONDS",
     "messages have no time of their own; use --prefix-output-with-timestamp":
         "--log-with-timestamp --no-log-hide-timestamp",
-    "the number of ranks is fixed for a job":
-        "--min-np=COUNT --min-num-proc=COUNT --max-np=COUNT --max-num-proc=COUNT "
-        "--elastic-timeout=SECONDS --reset-limit=COUNT --blacklist-cooldown-range=SECONDS,SECONDS",
 }  # fmt: skip
 # Flags that ask for what is done anyway, and the one before them that each undoes.
 _DONE_ANYWAY = {
@@ -142,6 +148,11 @@ _DONE_ANYWAY = {
     f"--no-{name}": f"--{name}"
     for name in ("autotune", "hierarchical-allgather", "torus-allreduce",
                  "mpi-threads-disable", "timeline-mark-cycles")
+}  # fmt: skip
+# Flags that mean something in an elastic job alone, and where their values stand.
+_OF_ELASTIC = {
+    "--elastic-timeout": "--elastic-timeout", "--reset-limit": "reset_limit", "--job": "job",
+    "--blacklist-cooldown-range": "--blacklist-cooldown-range",
 }  # fmt: skip
 # Sections of the configuration file, and what the flags of their keys begin with.
 _SECTIONS = {
@@ -172,17 +183,20 @@ def _make_parser() -> argparse.ArgumentParser:
         epilog="horovodrun's other flags are accepted; docs/horovod.md lists them.",
     )  # fmt: skip
     for usage, dest, text in _FLAGS:
-        *flags, last = usage.split()
-        if last.startswith("-"):
-            name, _, value = dest.partition("=")
-            parser.add_argument(*flags, last, dest=name, action="store_const", const=value or True, help=text)
+        flags = [word for word in usage.split() if word.startswith("-")]
+        values = tuple(usage.split()[len(flags) :])
+        how: dict[str, Any]
+        if values:
+            how = {"type": _TYPES.get(values[0], str), "dest": dest, "metavar": values[0]}
+            how |= {"nargs": len(values), "metavar": values} if len(values) > 1 else {}
         else:
-            kind = _TYPES.get(last, str)
-            parser.add_argument(*flags, dest=dest, type=kind, metavar=last, help=text)
+            name, _, value = dest.partition("=")
+            how = {"dest": name, "action": "store_const", "const": value or True}
+        parser.add_argument(*flags, help=text, **how)
     for flag, types, _ in _meaningless():
-        how: dict[str, Any] = {"action": "store_const", "const": True}
+        how = {"action": "store_const", "const": True}
         if types:
-            how = {"type": _TYPES.get(types.split(",")[0], str), "nargs": types.count(",") + 1}
+            how = {"type": _TYPES.get(types, str)}
         parser.add_argument(flag, dest=flag, help=argparse.SUPPRESS, **how)
     known = {flag: action.dest for action in parser._actions for flag in action.option_strings}
     for flag, other in _DONE_ANYWAY.items():
@@ -243,8 +257,11 @@ def _read_text(path: str, flag: str) -> str:
         raise UsageError(f'{flag} "{path}" cannot be read: {reason}') from error
 
 
-def parse(argv: Sequence[str]) -> Options:
+def parse(argv: Sequence[str], is_fixed: bool = False) -> Options:
     """Reads a command line, and the configuration file that it names.
+
+    Args:
+        is_fixed: The number of ranks cannot change: a discovery script runs once.
 
     Raises:
         UsageError: It is wrong; one message says where.
@@ -261,11 +278,14 @@ def parse(argv: Sequence[str]) -> Options:
     if options.network == "tcp" and not options.hosts:
         options.hosts = tuple(hosts.slurm_hosts(os.environ))
         options.is_slurm = bool(options.hosts)
+    options.is_elastic = not is_fixed and _is_elastic(found, options.network)
+    if options.is_elastic:
+        _set_elastic(options, found)
     slots = sum(host.slots for host in options.hosts)
-    options.np = options.np or slots
+    options.np = options.np or int(min(slots, options.most_np))
     if options.np == 0:
         raise UsageError("the number of ranks is missing: give -np N")
-    if options.hosts and options.np > slots:
+    if options.hosts and options.np > slots and not options.is_elastic:
         raise UsageError(f"-np {options.np} ranks do not fit into the {slots} slots of the hosts given")
     options.command = tuple(options.command[options.command[:1] == ["--"] :])
     if not options.command:
@@ -277,14 +297,45 @@ def parse(argv: Sequence[str]) -> Options:
     if found.get("network") and os.environ.get("FARANDOLE_NETWORK"):
         options.settings["FARANDOLE_NETWORK"] = options.network  # the flag wins
     options.start_timeout_s = _start_timeout_s(options.settings)
+    options.settings |= {"FARANDOLE_ELASTIC": "1"} if options.is_elastic else {}
     options.notes = tuple(
         f"{flag} means nothing here: {why}" for flag, _, why in _meaningless() if found[flag] is not None
-    )
+    ) + tuple(
+        f"{flag} means nothing here: the number of ranks is fixed without --elastic"
+        for flag, name in _OF_ELASTIC.items() if found.get(name) is not None and not options.is_elastic
+    )  # fmt: skip
     options.mpi_args, binding = _split(found, "--mpi-args"), _split(found, "--binding-args")
     options.binding = binding or options.binding
     if options.is_local:
         _check_program(options.command[0])
     return options
+
+
+def _is_elastic(found: Mapping[str, Any], network: str) -> bool:
+    """Whether ranks come and go: as with Horovod where their numbers or a script are given."""
+    names = {"--elastic": "is_elastic", "--min-np": "min_np", "--max-np": "max_np"}
+    given = [flag for flag, name in names.items() if found.get(name)]
+    if given and network == "mpi":
+        raise UsageError(f"{given[0]} needs TCP, as MPI ends all ranks with the first; leave --mpi out")
+    return bool(given) or (found["--host-discovery-script"] is not None and network == "tcp")
+
+
+def _set_elastic(options: Options, found: Mapping[str, Any]) -> None:
+    """The numbers of an elastic job: from --min-np to --max-np ranks, -np of them at the beginning."""
+    if options.max_np is None and found["--host-discovery-script"] is None and options.np:
+        options.max_np = options.np
+    if options.most_np < options.min_np:
+        raise UsageError(f"--max-np {options.max_np} is less than --min-np {options.min_np}")
+    if options.np and not options.min_np <= options.np <= options.most_np:
+        raise UsageError(f"-np {options.np} is not between --min-np {options.min_np} and --max-np {options.max_np}")
+    if not options.hosts:
+        options.hosts = (Host("localhost", options.max_np),) if options.max_np else ()
+    if found["--elastic-timeout"] is not None:
+        options.elastic_timeout_s = found["--elastic-timeout"]
+    least_s, most_s = found["--blacklist-cooldown-range"] or options.cooldown_s
+    if least_s > most_s:
+        raise UsageError(f"--blacklist-cooldown-range {least_s:g} {most_s:g}: the first is the least")
+    options.cooldown_s = (least_s, most_s)
 
 
 def _choose_network(found: Mapping[str, Any]) -> str:
@@ -421,7 +472,7 @@ def launch(options: Options, function: bytes | None = None) -> Job | None:
     Raises:
         UsageError: It cannot be started as it is said.
     """
-    for variable in ("OMPI_COMM_WORLD_RANK", "FARANDOLE_RANK"):
+    for variable in ("OMPI_COMM_WORLD_RANK", "FARANDOLE_RANK", "FARANDOLE_MEMBERS"):
         if variable in os.environ:
             where = f"this is a rank of a job already ({variable} is set)"
             raise UsageError(f"{where}; farandolerun cannot be started by a rank")
@@ -443,12 +494,37 @@ def _prepare_hosts(options: Options, writer: Writer, function: bytes | None) -> 
     changed = dict(environment.items() - os.environ.items())
     lines = [shlex.join(["env", *(f"{name}={changed[name]}" for name in changed), *options.command])]
     lines += [f"ranks {one.ranks[0]} to {one.ranks[-1]} on {one.name}: {shlex.join(one.command)}" for one in placed]
+    if options.is_elastic:
+        lines.append(_describe_elastic(options))
     if options.dry_run:
         print("\n".join(lines))
         return None
     for line in lines if options.verbose else ():
         writer.say(line)
+    if options.is_elastic:
+        return elastic.ElasticJob(options, writer, environment, _make_discoverer(options))
     return hosts.HostsJob(options, writer, placed, environment, function)
+
+
+def _describe_elastic(options: Options) -> str:
+    most = f"to {options.max_np} ranks" if options.max_np else "ranks or more"
+    limit = "any number of times" if options.reset_limit is None else f"at most {options.reset_limit} times"
+    least_s, most_s = options.cooldown_s
+    return (
+        f"elastic: {options.min_np} {most}; started again {limit}, after {least_s:g} to {most_s:g} s; "
+        f"with fewer ranks than {options.min_np} it ends after {options.elastic_timeout_s:g} s"
+    )
+
+
+def _make_discoverer(options: Options) -> Callable[[], list[Host]] | None:
+    """Runs the discovery script once more."""
+    flag, found = "--host-discovery-script", vars(options)
+    script = found[flag]
+
+    def discover() -> list[Host]:
+        return parse_hosts(_run_script(script, flag).splitlines(), f'{flag} "{script}"', found["slots_per_host"] or 1)
+
+    return None if script is None else discover
 
 
 def _prepare_mpirun(options: Options, writer: Writer, function: bytes | None) -> Job | None:

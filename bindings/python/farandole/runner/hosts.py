@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from farandole.runner import supervisor
@@ -27,6 +27,7 @@ from farandole.runner.options import Host, Options, UsageError, is_this_host, tr
 from farandole.runner.output import Writer
 from farandole.runner.supervisor import Channel
 
+HERE = "localhost"
 AGENT_VARIABLE = "FARANDOLE_AGENT"  # words that run a command on a host: AGENT HOST COMMAND...
 _TIMEOUT_S = 60
 # ssh fails where it would ask, and notices within 25 s that the other host is gone.
@@ -39,7 +40,7 @@ _SRUN = "srun --quiet --nodes=1 --ntasks=1 --overlap --mpi=none --cpu-bind=none 
 _OF_THE_ALLOCATION = re.compile(r"SLURM_(NTASKS.*|NPROCS|NNODES|TASKS_PER_NODE|DISTRIBUTION|CPU_BIND.*|CPUS_PER_TASK)")
 
 
-class _Placed(NamedTuple):
+class Placed(NamedTuple):
     """A host with its ranks, and what starts its supervisor."""
 
     name: str
@@ -72,27 +73,32 @@ def slurm_hosts(environment: Mapping[str, str]) -> list[Host]:
     return [Host(*one) for one in zip(names, counts)]
 
 
-def place(options: Options, environment: Mapping[str, str]) -> list[_Placed]:
+def place(options: Options, environment: Mapping[str, str]) -> list[Placed]:
     """Fills the hosts with ranks, in their order; those that mean this one are one.
 
     Raises:
         UsageError: What would start ranks on other hosts is not installed.
     """
-    slots: dict[str, int] = {}
-    for host in options.hosts or [Host("localhost", options.np)]:
-        name = "localhost" if is_this_host(host.name) else host.name
-        slots[name] = slots.get(name, 0) + host.slots
     placed, first = [], 0
-    for name, count in slots.items():
+    for name, count in slots_by_name(options.hosts or [Host("localhost", options.np)]).items():
         ranks = range(first, min(first + count, options.np))
         if ranks:
-            is_here = name == "localhost"
-            placed.append(_Placed(name, ranks, is_here, _make_command(name, is_here, options, environment)))
+            is_here = name == HERE
+            placed.append(Placed(name, ranks, is_here, make_command(name, is_here, options, environment)))
         first = ranks.stop
     return placed
 
 
-def _make_command(name: str, is_here: bool, options: Options, environment: Mapping[str, str]) -> list[str]:
+def slots_by_name(given: Iterable[Host]) -> dict[str, int]:
+    """The slots of each host, HERE for all that mean this one."""
+    slots: dict[str, int] = {}
+    for host in given:
+        name = HERE if is_this_host(host.name) else host.name
+        slots[name] = slots.get(name, 0) + host.slots
+    return slots
+
+
+def make_command(name: str, is_here: bool, options: Options, environment: Mapping[str, str]) -> list[str]:
     stub = [sys.executable, "-I", "-S", supervisor.__file__]
     if is_here:
         return stub
@@ -113,16 +119,17 @@ class HostsJob(Job):
     """A job with a supervisor on each host, which runs the ranks there."""
 
     def __init__(
-        self, options: Options, writer: Writer, hosts: list[_Placed], environment: dict[str, str],
+        self, options: Options, writer: Writer, hosts: list[Placed], environment: dict[str, str],
         function: bytes | None = None,
     ) -> None:  # fmt: skip
         super().__init__(options, writer, function)
-        self._hosts, self._environment = hosts, environment
+        self.hosts, self._environment = dict(enumerate(hosts)), environment  # by number
         self._folder = ""  # where the ranks start, if they can; empty: where their supervisor does
-        self._key = secrets.token_hex(32)
-        self._address = ""  # of rank 0, once its host has said it
-        self._supervisors: dict[int, Channel] = {}  # by the number of the host
+        self.key = secrets.token_hex(32)
+        self.address = ""  # of rank 0, once its host has said it
+        self.supervisors: dict[int, Channel] = {}  # by the number of the host
         self._listeners: dict[int, threading.Thread] = {}
+        self._listening: dict[str, Any] = {"addresses": []}
         self._is_killing = False
 
     def start(self, stack: contextlib.ExitStack) -> None:
@@ -130,58 +137,72 @@ class HostsJob(Job):
             self._folder = os.getcwd()
         except OSError as error:
             self.writer.say(f"the working directory on {socket.gethostname()} cannot be read: {error.strerror}")
-        # What srun does with its tasks' output is not made for binary messages.
-        listening = self.open_listener(False) if self.options.is_slurm else {"addresses": []}
-        for number, host in enumerate(self._hosts):
-            ours, theirs = socket.socketpair()
-            with theirs:
-                environment = self._environment
-                if host.command[0] == "srun":
-                    environment = {n: v for n, v in environment.items() if not _OF_THE_ALLOCATION.fullmatch(n)}
-                self.run_starter(host.name, host.command, environment, theirs.fileno(), theirs.fileno())
-            channel = Channel.over(ours, host.name)
-            reached = listening if host.command[0] == "srun" else {"addresses": []}
-            said = {"version": supervisor.PROTOCOL, "key": self._key, "id": number} | reached
-            channel.send(supervisor.CONNECT, json.dumps(said).encode())
-            self._listeners[number] = self.listen(channel)
+        if self.options.is_slurm:  # what srun does with its tasks' output is not made for binary messages
+            self._listening = self.open_listener(False)
+        for number in self.hosts:
+            self.start_supervisor(number)
+
+    def start_supervisor(self, number: int, **said: Any) -> None:
+        """Starts that of a host, and tells it what CONNECT has, ``said`` among it."""
+        host = self.hosts[number]
+        ours, theirs = socket.socketpair()
+        with theirs:
+            environment = self._environment
+            if host.command[0] == "srun":
+                environment = {n: v for n, v in environment.items() if not _OF_THE_ALLOCATION.fullmatch(n)}
+            self.run_starter(host.name, host.command, environment, theirs.fileno(), theirs.fileno())
+        channel = Channel.over(ours, host.name)
+        reached = self._listening if host.command[0] == "srun" else {"addresses": []}
+        said |= {"version": supervisor.PROTOCOL, "key": self.key, "id": number} | reached
+        channel.send(supervisor.CONNECT, json.dumps(said).encode())
+        self._listeners[number] = self.listen(channel)
 
     def greeted(self, channel: Channel, hello: dict[str, Any]) -> None:
         number: Any = hello.get("id")
-        if number not in range(len(self._hosts)) or number in self._supervisors:
-            raise Malformed(f"it says number {number!r} of {len(self._hosts)} hosts")
+        if not isinstance(number, int) or number not in self.hosts or number in self.supervisors:
+            raise Malformed(f"it says number {number!r} of {len(self.hosts)} hosts")
         if self.is_stopping:
             channel.close()
             return
-        self._supervisors[number] = channel
-        if number == 0 or self._address:
-            self._start_ranks(number)
+        self.supervisors[number] = channel
+        self.host_is_up(number)
+
+    def host_is_up(self, number: int) -> None:
+        """Takes it that the supervisor of a host can start ranks."""
+        if number == 0 or self.address:
+            self.start_ranks(number, self.hosts[number].ranks, number == 0)
 
     def has_all_supervisors(self) -> bool:
-        return len(self._supervisors) == len(self._hosts)
+        return len(self.supervisors) == len(self.hosts)
 
-    def _start_ranks(self, number: int) -> None:
-        host = self._hosts[number]
+    def start_ranks(self, number: int, ranks: Iterable[int], has_rank_0: bool, **said: Any) -> None:
+        """Has a host start ranks. ``said`` counts instead of, or beside, what START has by itself."""
+        host = self.hosts[number]
         has_own = host.is_here or host.command[0] == "srun"  # which passes all on but what Slurm sets for the node
-        listen = None
-        if number == 0:
-            listen = "127.0.0.1" if all(one.is_here for one in self._hosts) else ""
         start = {
-            "ranks": [*host.ranks], "size": self.options.np, "command": self.options.command, "folder": self._folder,
+            "ranks": [*ranks], "size": self.options.np, "command": self.options.command, "folder": self._folder,
             "environment": None if has_own else travelling(self._environment),
-            "runs_function": self.function is not None, "listen": listen,
-            "address": self._host_of_rank_0() if number == 0 else self._address,
-        }  # fmt: skip
-        self._supervisors[number].send(supervisor.START, json.dumps(start).encode())
+            "runs_function": self.function is not None,
+            "listen": ("127.0.0.1" if self.has_loopback_only() else "") if has_rank_0 else None,
+            "address": self._host_of_rank_0(number) if has_rank_0 else self.address,
+        } | said  # fmt: skip
+        self.supervisors[number].send(supervisor.START, json.dumps(start).encode())
 
-    def _host_of_rank_0(self) -> str:
-        """By which name or address the ranks reach the first host."""
-        others = [host.name for host in self._hosts if not host.is_here]
-        if not self._hosts[0].is_here:  # where its supervisor connects from, if that does
-            return self._supervisors[0].peer_host or self._hosts[0].name
-        if not others:
+    def has_loopback_only(self) -> bool:
+        """Whether no rank is on another host."""
+        return all(one.is_here for one in self.hosts.values())
+
+    def _host_of_rank_0(self, number: int) -> str:
+        """By which name or address the ranks reach the host with that number, which has rank 0."""
+        others = [host.name for host in self.hosts.values() if not host.is_here]
+        if not self.hosts[number].is_here:  # where its supervisor connects from, if that does
+            return self.supervisors[number].peer_host or self.hosts[number].name
+        if self.has_loopback_only():
             return "127.0.0.1"
         if names := self.options.network_interfaces:
             return next(iter(find_addresses(names)), socket.gethostname())
+        if not others:  # there may be some later
+            return next(iter(find_addresses()), socket.gethostname())
         with contextlib.suppress(OSError):
             for family, kind, _, _, address in socket.getaddrinfo(others[0], 9, type=socket.SOCK_DGRAM):
                 # From where the system would send to another host.
@@ -191,31 +212,42 @@ class HostsJob(Job):
         return socket.gethostname()
 
     def ready(self, channel: Channel, said: dict[str, Any]) -> None:
-        number = next((number for number, one in self._supervisors.items() if one is channel), None)
+        number = self.number_of(channel)
+        self.add_ranks(self.hosts[number].ranks, channel, channel.host, said["threads"])
+        if number == 0:
+            self.address = said["address"]
+            for other in self.supervisors:
+                if other != 0:
+                    self.host_is_up(other)
+
+    def number_of(self, channel: Channel) -> int:
+        """The host's whose supervisor is at the other end. Raises Malformed."""
+        number = next((number for number, one in self.supervisors.items() if one is channel), None)
         if number is None:
             raise Malformed("it has not said which host it is")
-        self.add_ranks(self._hosts[number].ranks, channel, channel.host, said["threads"])
-        if number == 0:
-            self._address = said["address"]
-            for other in self._supervisors:
-                if other != 0:
-                    self._start_ranks(other)
+        return number
 
     def find_unstarted(self) -> str:
-        for number, host in enumerate(self._hosts):
-            code = self.starters[host.name].poll()
-            is_read = not self._listeners[number].is_alive() and not self.has_messages
-            if code is not None and is_read and host.ranks[0] not in self.peers:
-                return f"{host.name} could not be started: {host.command[0]} ended with exit code {code}"
+        for number, host in self.hosts.items():
+            if host.ranks[0] not in self.peers and (why := self.why_unstarted(number)):
+                return why
         return ""
+
+    def why_unstarted(self, number: int) -> str:
+        """Why a host's supervisor, which has not come yet, will not come any more; empty if it may."""
+        host = self.hosts[number]
+        code = self.starters[host.name].poll()
+        if code is None or self._listeners[number].is_alive() or self.has_messages:
+            return ""
+        return f"{host.name} could not be started: {host.command[0]} ended with exit code {code}"
 
     def signal_ranks(self, number: int) -> None:
         is_again, self._is_killing = self._is_killing, number == signal.SIGKILL
-        for channel in self._supervisors.values():
+        for channel in self.supervisors.values():
             channel.send(supervisor.SIGNAL, bytes([number]))
-        for place, host in enumerate(self._hosts):
+        for place, host in self.hosts.items():
             starter = self.starters[host.name]
-            if starter.poll() is None and (place not in self._supervisors or is_again):
+            if starter.poll() is None and (place not in self.supervisors or is_again):
                 os.killpg(starter.pid, signal.SIGKILL)
 
     def describe_end(self, has_all: bool) -> tuple[int, str]:

@@ -1,6 +1,7 @@
 """One job: starts supervisors, listens to the ranks, ends everything, and reports how it ended.
 
-:class:`Job` does not know how supervisors are started: ``hosts.py`` and ``mpirun.py`` have its two kinds.
+:class:`Job` does not know how supervisors are started: ``hosts.py`` and ``mpirun.py`` have its two kinds, and
+``elastic.py`` that of the former whose ranks come and go.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _GATHER_S = 0.02  # for what other ranks wrote before, and is on its way
 _MAX_QUEUED = 256  # messages; then ranks that write faster than we wait
 _LOST = -1  # the kind of a message of ours: the channel has ended
 _URGENT = (supervisor.HELLO, supervisor.READY, _LOST)  # a start, or the end, waits for them
-KILL_AFTER_S = 5.0  # from SIGTERM to SIGKILL
+KILL_AFTER_S = 5.0
 LINGER_S = 10.0  # for what started the ranks to end after the last one
 PROMPT_S = 0.2  # an unfinished line of a rank that reads a terminal is shown then
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -191,6 +192,9 @@ class Job:
     def rank_ended(self, peer: Peer, is_bad: bool) -> None:
         """Takes the end of a rank's program."""
 
+    def host_leaves(self, channel: Channel) -> None:
+        """Takes the notice of a supervisor that its host will go."""
+
     def find_unstarted(self) -> str:
         """Why ranks will not start any more; empty if they may."""
         return ""
@@ -199,7 +203,53 @@ class Job:
         """The exit code of what started the ranks, if none failed, and a message if it is a bad one."""
         raise NotImplementedError
 
+    # What an elastic job does in another way
+
+    kill_after_s = KILL_AFTER_S  # from SIGTERM to SIGKILL
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether, even if nothing runs, something is still to be started."""
+        return False
+
+    def take_end(self, peer: Peer, end: dict[str, Any], now_s: float) -> None:
+        """Takes the end of a rank's program, from its supervisor."""
+        if not self.is_stopping:
+            self.failure.ended(peer.rank, end["code"], now_s, end["by_mpirun"])
+        if sum(other.has_ended for other in self.peers.values()) == self.options.np:
+            self.finish(now_s)
+        self.rank_ended(peer, end["code"] != 0)
+
+    def take_loss(self, peer: Peer, now_s: float) -> None:
+        """Takes it that nobody reports of a rank any more: its host or its supervisor failed."""
+        self.failure.ended(peer.rank, 1, now_s, lost_host=peer.host)
+
+    def take_error(self, peer: Peer, report: dict[str, Any], now_s: float) -> None:
+        """Takes the arguments of :meth:`FirstFailure.reported`."""
+        self.failure.reported(peer.rank, **report, now_s=now_s)
+
+    def take_member(self, peer: Peer, address: str) -> None:
+        """Takes it that a rank listens for members of its job at an address. Raises Malformed."""
+
+    def check(self, now_s: float) -> None:
+        """Is called again and again until the job is to stop."""
+        if self.failure.rank is not None:
+            self.stop()
+        elif len(self.peers) < self.options.np:
+            self._check_start(now_s)
+
     # For them
+
+    def finish(self, now_s: float) -> None:
+        """Notes that all ranks have ended: what has started them is to end, too."""
+        self.failure.finish()
+        self._kill_at_s = now_s + LINGER_S
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Signals all ranks."""
+        self.is_stopping = True
+        self._kill_at_s = time.monotonic() + self.kill_after_s
+        self.signal_ranks(number)
 
     def open_listener(self, only_this_host: bool) -> dict[str, Any]:
         """Lets supervisors connect. Returns what they need for it, see :func:`supervisor.join_launcher`."""
@@ -343,8 +393,10 @@ class Job:
                 self._greet(source, payload)
             elif kind == supervisor.READY:
                 self.ready(source, read_json(payload, address=str, threads=str))
+            elif kind == supervisor.LEAVE:
+                self.host_leaves(source)
             elif kind == _LOST:
-                self._lose(source)
+                self.lose(source)
             elif rank in self.peers:
                 self._take_of_rank(self.peers[rank], kind, payload)
         except Malformed as error:
@@ -387,24 +439,29 @@ class Job:
             self.results.setdefault(peer.rank, bytearray()).extend(payload)
         elif kind == supervisor.EXIT:
             self._finish_lines(peer)
-            self._take_end(peer, read_json(payload, code=int, by_mpirun=bool, has_joined=bool))
+            end = read_json(payload, code=int, by_mpirun=bool, has_joined=bool)
+            peer.has_ended = True
+            self._has_joined |= end["has_joined"]
+            self.take_end(peer, end, self._active_s)
 
     def _take_report(self, peer: Peer, text: bytes) -> None:
         try:
+            if isinstance(address := read_json(text).get("member"), str):
+                return self.take_member(peer, address)
             report = read_report(text)
         except Malformed as error:
             return self._drop(peer.host, error)
         ranks = report["facts"].get("failed_ranks", [])  # of this job; a program can have others within itself
         report["facts"]["failed_ranks"] = [rank for rank in ranks if rank in range(self.options.np)]
-        self.failure.reported(peer.rank, **report, now_s=self._active_s)
+        self.take_error(peer, report, self._active_s)
 
-    def _lose(self, channel: Channel) -> None:
+    def lose(self, channel: Channel) -> None:
         """Takes the end of a channel: of ranks that still ran, their host or their supervisor failed."""
         for peer in self.peers.values():
             if peer.channel is channel:
                 peer.is_open = False
                 if not peer.has_ended and not self.is_stopping:
-                    self.failure.ended(peer.rank, 1, self._active_s, lost_host=peer.host)
+                    self.take_loss(peer, self._active_s)
         if not any(peer.is_open for peer in self.peers.values()):  # the end, most often
             for starter in self.starters.values():
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -416,23 +473,7 @@ class Job:
             if rest := splitter.take_rest():
                 self.failure.line(Line(peer.rank, kind == supervisor.ERR, rest + end))
 
-    def _take_end(self, peer: Peer, end: dict[str, Any]) -> None:
-        peer.has_ended = True
-        self._has_joined |= end["has_joined"]
-        if not self.is_stopping:
-            self.failure.ended(peer.rank, end["code"], self._active_s, end["by_mpirun"])
-        if sum(other.has_ended for other in self.peers.values()) == self.options.np:
-            self.failure.finish()
-            self._kill_at_s = self._active_s + LINGER_S
-        self.rank_ended(peer, end["code"] != 0)
-
     # Ending
-
-    def _stop(self, number: int = signal.SIGTERM) -> None:
-        """Signals all ranks."""
-        self.is_stopping = True
-        self._kill_at_s = time.monotonic() + KILL_AFTER_S
-        self.signal_ranks(number)
 
     def _on_signal(self, number: int) -> None:
         if number in supervisor.PASSED_ON:
@@ -445,7 +486,7 @@ class Job:
         self.stopped_by = number
         if number != signal.SIGPIPE:
             self.writer.say(f"{signal.Signals(number).name}: ending all ranks")
-        self._stop()
+        self.stop()
 
     def _check_times(self, now_s: float) -> None:
         while self._signals:
@@ -454,15 +495,13 @@ class Job:
         if not self.is_stopping:
             if self.writer.is_closed:
                 self._on_signal(signal.SIGPIPE)  # nobody reads on, as in "| head"
-            elif self.failure.rank is not None:
-                self._stop()
-            elif len(self.peers) < self.options.np:
-                self._check_start(now_s)
+            else:
+                self.check(now_s)
         if now_s >= self._kill_at_s:
-            self._stop(signal.SIGKILL)
+            self.stop(signal.SIGKILL)
         if self._shows_prompts and 0 in self.peers and now_s - self._heard_s > PROMPT_S:
             self._finish_lines(self.peers[0], b"")
-        if any(starter.poll() is None for starter in self.starters.values()):
+        if self.is_waiting or any(starter.poll() is None for starter in self.starters.values()):
             self._active_s = now_s
             return
         # What ranks that outlive their starter have to say, or a child of it that holds its output.
@@ -484,7 +523,7 @@ class Job:
         if why:
             self.writer.say(why)
             self.code = 1
-            self._stop()
+            self.stop()
 
     def _result(self) -> int:
         code_of_rank = self.failure.finish()
@@ -495,11 +534,11 @@ class Job:
         code, message = self.describe_end(len(self.peers) == self.options.np)
         if message:
             self.writer.say(message)
-        elif code == 0 and not self._has_joined and self._should_join():
+        elif code == 0 and not self._has_joined and self.should_join():
             self.writer.say(_NOT_JOINED)
         return code or int(self.writer.is_incomplete)
 
-    def _should_join(self) -> bool:
+    def should_join(self) -> bool:
         """Whether several ranks ran a Python program, which is likely to be for one job."""
         runs_python = any(map(_PYTHON.fullmatch, self.options.command)) and self.function is None
         return self.options.np > 1 and len(self.peers) == self.options.np and runs_python

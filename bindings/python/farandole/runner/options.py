@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import re
 import socket
@@ -52,6 +53,13 @@ class Options(argparse.Namespace):
     with_timestamp: bool = False
     horovod: bool = False  # ``import horovod`` gives the ranks Farandole
     start_timeout_s: float = 60.0  # all ranks must have started by then
+    is_elastic: bool = False  # ranks come and go; what follows is of such a job
+    min_np: int = 1  # with fewer ranks than this it waits for others, for elastic_timeout_s
+    max_np: int | None = None
+    elastic_timeout_s: float = 600.0
+    reset_limit: int | None = None  # how often ranks are started again, all together
+    cooldown_s: tuple[float, float] = (1.0, 60.0)  # the least and the most wait before a rank is started again
+    job: str | None = None  # folder by which a later launcher finds the ranks of this one
     notes: tuple[str, ...] = ()  # messages about flags that mean nothing here
     verbose: bool = False
     dry_run: bool = False
@@ -65,6 +73,10 @@ class Options(argparse.Namespace):
             return all(is_this_host(host.name) for host in self.hosts)
         return not any(map(os.environ.get, SCHEDULERS))
 
+    @property
+    def most_np(self) -> float:
+        """The most ranks of an elastic job."""
+        return math.inf if self.max_np is None else self.max_np
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """The environment of the ranks, whatever starts them; Python's output is unbuffered."""

@@ -162,6 +162,10 @@ def exit_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
+def signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
+
+
 @dataclasses.dataclass
 class _Rank:
     """What is known of one rank: its end, and the error that ends it."""
@@ -202,8 +206,7 @@ class _Rank:
             return "failed first: it ended with exit code 0 while other ranks waited for it"
         if code > 0 or self.error:
             return f"failed first, with exit code {max(code, 1)}"
-        name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
-        return f"failed first, ended by {name} (exit code {exit_code(code)})"
+        return f"failed first, ended by {signal_name(-code)} (exit code {exit_code(code)})"
 
 
 class FirstFailure:

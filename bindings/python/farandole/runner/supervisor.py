@@ -14,6 +14,11 @@ the programs) and, to a supervisor of mpirun's after EXIT, GO: it may end. After
 other ranks then. When the channel breaks, the programs are ended; when a supervisor is killed, the kernel
 kills its programs, and :class:`Guard` what these have started.
 
+Of an elastic job START comes again for each rank that is started later, and a host's supervisor stays, without programs
+too, until GO. When the channel breaks its programs go on: what they write is dropped. Their reports and ends are also
+in the job's folder, for a launcher that is started again. SIGTERM means that the host will go: the programs get it as
+well, and the launcher is told by LEAVE.
+
 On a connection both ends first prove the token of the job, which does not travel there:
 
   supervisor -> launcher  hello      32 bytes: MAGIC, nonce
@@ -29,6 +34,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import queue
@@ -44,7 +50,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any, NamedTuple, NoReturn
 
-PROTOCOL = 2  # grows when messages change: launcher and supervisor must have the same
+PROTOCOL = 3  # grows when messages change: launcher and supervisor must have the same
 # JSON, for supervisors under mpirun: what :func:`join_launcher` needs, whether each rank runs a function that it reads
 # from its stdin, and variables that mpirun does not forward to other hosts.
 VARIABLE = "_FARANDOLE_RUN"
@@ -52,7 +58,7 @@ VARIABLE = "_FARANDOLE_RUN"
 RESULT_VARIABLE, REPORT_VARIABLE = "_FARANDOLE_RESULT", "_FARANDOLE_REPORT"
 HEADER = struct.Struct("!BidI")  # kind, rank or -1, seconds since the epoch by the sender's clock, payload's bytes
 _GROUP = struct.Struct("=i")  # to a guard: a process group to watch; negative: to forget
-HELLO, OUT, ERR, EXIT, RESULT, REPORT, WANT, GO, SIGNAL, INPUT, READY, CONNECT, START = range(13)
+HELLO, OUT, ERR, EXIT, RESULT, REPORT, WANT, GO, SIGNAL, INPUT, READY, CONNECT, START, LEAVE = range(14)
 CHUNK_BYTES = 65536
 INPUT_BYTES = 32768  # fits into a connection's buffers, so that sending it waits for nobody
 MAX_PAYLOAD_BYTES = 1 << 22
@@ -355,11 +361,15 @@ class Program:
             if os.getppid() != supervisor:  # it was killed before
                 signal.raise_signal(signal.SIGKILL)
 
-        self.child = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=descriptors, start_new_session=leads_group,
-            preexec_fn=end_with_supervisor,
-        )  # fmt: skip
+        try:
+            self.child = subprocess.Popen(
+                command, env=environment, stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=descriptors, start_new_session=leads_group,
+                preexec_fn=end_with_supervisor,
+            )  # fmt: skip
+        except OSError:
+            self._close_named()
+            raise
         assert self.child.stdout is not None and self.child.stderr is not None
         self.kinds |= {self.child.stdout.fileno(): OUT, self.child.stderr.fileno(): ERR}
 
@@ -382,8 +392,10 @@ class Program:
         return data
 
     def stop(self, number: int) -> None:
-        self.is_stopping = True
-        self.send_signal(number)
+        """Ends the program, with SIGTERM once: a second one would end a Python that is on its way out."""
+        is_again, self.is_stopping = self.is_stopping, True
+        if not is_again or number != signal.SIGTERM:
+            self.send_signal(number)
 
     def send_signal(self, number: int) -> None:
         with self._ending:  # until then nobody takes the child's end, as Popen.send_signal would
@@ -401,25 +413,37 @@ class Program:
         for stream in (self.child.stdout, self.child.stderr):
             if stream is not None:
                 stream.close()
+        self._close_named()
+        return self.child.wait()
+
+    def _close_named(self) -> None:
         for descriptor in self._named:
             os.close(descriptor)
-        return self.child.wait()
 
 
 class Supervisor:
-    """Programs and one channel. The main thread carries output; one takes messages, one is for each input."""
+    """Programs and one channel. The main thread carries output; one takes messages, one is for each input.
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    Args:
+        outlives: Of an elastic job: it goes on without a launcher as long as there are programs.
+    """
+
+    def __init__(self, channel: Channel, outlives: bool = False) -> None:
+        self._channel, self._outlives = channel, outlives
         self._programs: dict[int, Program] = {}
+        self._running: list[Program] = []
+        self._starts: queue.SimpleQueue[bytes] = queue.SimpleQueue()  # of ranks to start later
+        self._is_alone = not outlives  # it ends with its programs
+        self._is_leaving = self._has_left = False  # the host
+        self._notes: dict[int, int] = {}  # descriptors of files, by rank
         self.keys: dict[int, int] = {}  # by rank: pipes with the job's key until a rank that joins reads it
         self._may_leave = threading.Event()
         self.has_mpiruns_signal = False
         self._guard = Guard()
         # Has something to read after a signal, as when a program ends; a pidfd of each would need Linux 5.3.
-        self._signals, theirs = os.pipe()
-        os.set_blocking(theirs, False)
-        signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
+        self._signals, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
+        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def start(self, rank: int, command: Sequence[str], variables: Mapping[str, str], **how: Any) -> int:
@@ -432,28 +456,67 @@ class Supervisor:
             self._channel.send(ERR, text.encode(), rank)
             self.report_end(rank, CANNOT_START)
             return CANNOT_START
+        self._running.append(program)
         if program.group is not None:
             self._guard.watch(program.group)
         return 0
 
-    def run(self) -> int:
-        """Until all programs have ended. Returns the code of the last, negative for a signal."""
+    def note(self, rank: int, path: str) -> None:
+        """Notes in a file from now on what a rank reports and the code of its end, as lines of JSON.
+
+        The file is locked as long as the rank runs and this supervisor lives, whatever has become of the launcher.
+        """
+        with contextlib.suppress(OSError):  # a host need not have the folder
+            self._notes[rank] = note = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+            fcntl.flock(note, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(note, 0)
+
+    def _write_note(self, note: int, data: bytes) -> None:
+        with contextlib.suppress(OSError):  # the disk is full
+            os.write(note, data)
+
+    def run(self, start_ranks: Callable[[Supervisor, bytes], None] | None = None) -> int:
+        """Until all programs have ended, and the launcher of an elastic job has gone or sent GO.
+
+        Args:
+            start_ranks: Takes the payload of START, on this thread, with which programs die.
+
+        Returns:
+            The code of the last program, negative for a signal.
+        """
+        code = 0
+        for program in self._running:
+            self._give_input(program)
         start_thread(self._obey)
-        for program in self._programs.values():
-            if program.child.stdin is not None:
-                start_thread(self._write_input, program, program.child.stdin)
-        running, code = list(self._programs.values()), 0
-        while running:
-            ready = _find_readable([self._signals, *(pipe for one in running for pipe in one.kinds)])
+        while self._running or not self._is_alone:
+            ready = _find_readable([self._signals, *(pipe for one in self._running for pipe in one.kinds)])
             if self._signals in ready:
                 os.read(self._signals, CHUNK_BYTES)
-            for program in [*running]:
+            while start_ranks is not None and not self._starts.empty():
+                before = len(self._running)
+                start_ranks(self, self._starts.get())
+                for program in self._running[before:]:
+                    self._give_input(program)
+            if self._is_leaving and not self._has_left:
+                self._has_left = True
+                self._channel.send(LEAVE)
+                if "SLURM_STEP_ID" not in os.environ:  # Slurm has signalled all of the step
+                    self._stop(signal.SIGTERM)
+            for program in [*self._running]:
                 self._forward(program, ready)
                 if self._signals in ready and not program.is_alive:
                     self._drain(program)
-                    running.remove(program)
+                    self._running.remove(program)
                     code = self._finish(program)
         return code
+
+    def note_leaving(self, *_: object) -> None:
+        """Takes SIGTERM: the host will go, and its ranks leave with notice."""
+        self._is_leaving = True
+
+    def _give_input(self, program: Program) -> None:
+        if program.child.stdin is not None:
+            start_thread(self._write_input, program, program.child.stdin)
 
     def _finish(self, program: Program) -> int:
         if program.group is not None:
@@ -469,6 +532,8 @@ class Supervisor:
             kind = program.kinds[pipe]
             if data := program.read(pipe):
                 self._channel.send(kind, data, program.rank)
+                if kind == REPORT and program.rank in self._notes:
+                    self._write_note(self._notes[program.rank], data)
         return bool(pipes)
 
     def _drain(self, program: Program) -> None:
@@ -491,27 +556,50 @@ class Supervisor:
                 self._programs[message.rank].inputs.put(message.payload)
             elif message.kind == SIGNAL:
                 number = message.payload[0]
-                (self._pass_on if number in PASSED_ON else self._stop)(number)
+                self._pass_on(number) if number in PASSED_ON else self._stop(number, message.rank)
+            elif message.kind == START:
+                self._starts.put(message.payload)
+                self._wake_main_thread()
             elif message.kind == GO:
                 self._may_leave.set()
-                return
+                return self._go_on_alone()
+        if self._outlives:
+            return self._go_on_alone()
         self._stop(signal.SIGTERM)
         time.sleep(KILL_AFTER_S)
         self._stop(signal.SIGKILL)
 
-    def _stop(self, number: int) -> None:
+    def _go_on_alone(self) -> None:
+        self._is_alone = True
+        for program in self._programs.values():
+            program.inputs.put(b"")
+        self._wake_main_thread()
+
+    def _wake_main_thread(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it is full, so that the thread wakes
+            os.write(self._wake, b"\0")
+
+    def _stop(self, number: int, rank: int = -1) -> None:
+        """Signals one rank's program, or with -1 all."""
         self._may_leave.set()
         for program in self._programs.values():
-            program.stop(number)
+            if rank in (-1, program.rank):
+                program.stop(number)
 
     def _pass_on(self, number: int) -> None:
         for program in self._programs.values():
             program.send_signal(number)
 
     def report_end(self, rank: int, code: int) -> None:
-        has_joined = rank not in self.keys or not os.read(self.keys[rank], 1)  # by nobody yet
+        key = self.keys.pop(rank, None)
+        has_joined = key is None or not os.read(key, 1)  # by nobody yet
+        if key is not None:
+            os.close(key)
         end = {"code": code, "by_mpirun": self.has_mpiruns_signal, "has_joined": has_joined}
         self._channel.send(EXIT, json.dumps(end).encode(), rank)
+        if (note := self._notes.pop(rank, None)) is not None:
+            self._write_note(note, json.dumps({"code": code}).encode() + b"\n")
+            os.close(note)
 
     def leave(self, code: int) -> NoReturn:
         """Waits until the launcher has read the end of mpirun's rank, and ends the same way.
@@ -528,6 +616,10 @@ class Supervisor:
                 signal.signal(-code, signal.SIG_DFL)
             os.kill(os.getpid(), -code)
         os._exit(code if code >= 0 else 128 - code)
+
+
+def note_file(folder: str, rank: int) -> str:
+    return os.path.join(folder, f"rank.{rank}")
 
 
 def _find_readable(descriptors: Iterable[int], timeout_ms: int | None = None) -> set[int]:
@@ -578,7 +670,9 @@ def run_host() -> None:
     CONNECT, on stdin, has "version", "id" of the host, "key", the job's in hexadecimal digits, and "addresses": empty
     if stdin and stdout are the channel, else with "token" and "machine" as :func:`join_launcher` has them. START has
     "ranks", "size", "command", "folder", "environment" (None: this one's), "runs_function", "address" of rank 0, and
-    "listen": where this host, which has rank 0, listens for it.
+    "listen": where this host, which has rank 0, listens for it. Of an elastic job, whose CONNECT has "is_elastic", it
+    has "slots", the most ranks of this host, "members", the addresses that newcomers ask (empty: these are none),
+    "job_folder", and "job_key", which counts instead of "key": ranks that are started anew have another one.
     """
     _survive(lambda *_: None)
     channel = Channel(sys.stdin.buffer, sys.stdout.buffer)
@@ -588,46 +682,54 @@ def run_host() -> None:
     if job["addresses"]:
         channel = join_launcher(job)
     say_hello(channel, id=job["id"])
-    start = channel.receive()
-    if start is not None and start.kind == START:
-        _run_ranks(channel, bytes.fromhex(job["key"]), **json.loads(start.payload))
+    key = bytes.fromhex(job["key"])
+    if job.get("is_elastic"):
+        host = Supervisor(channel, outlives=True)
+        signal.signal(signal.SIGTERM, host.note_leaving)
+        host.run(lambda host, payload: _start_ranks(host, channel, key, **json.loads(payload)))
+    elif (start := channel.receive()) is not None and start.kind == START:
+        host = Supervisor(channel)
+        _start_ranks(host, channel, key, **json.loads(start.payload))
+        host.run()
     os._exit(0)  # the thread that reads stdin holds its lock
 
 
-def _run_ranks(
-    channel: Channel, key: bytes, ranks: Sequence[int], size: int, command: Sequence[str], folder: str,
-    environment: Mapping[str, str] | None, runs_function: bool, address: str, listen: str | None,
+def _start_ranks(
+    supervisor: Supervisor, channel: Channel, key: bytes, ranks: Sequence[int], size: int, command: Sequence[str],
+    folder: str, environment: Mapping[str, str] | None, runs_function: bool, address: str, listen: str | None,
+    slots: int = 0, members: str = "", job_folder: str = "", job_key: str = "",
 ) -> None:  # fmt: skip
     with contextlib.suppress(OSError):  # a host need not have it
         os.chdir(folder)
     os.environ.update(environment or {})
-    threads = limit_threads(len(ranks))
+    threads = limit_threads(slots or len(ranks))
     listener = None
     if listen is not None:
         listener = open_listener(listen)
         address = join_address(address, listener.getsockname()[1])
-    channel.send(READY, json.dumps({"address": address, "threads": threads}).encode())
-    supervisor = Supervisor(channel)
+    if not members:
+        channel.send(READY, json.dumps({"address": address, "threads": threads}).encode())
     for local_rank, rank in enumerate(ranks):
         variables = {
             "FARANDOLE_RANK": rank, "FARANDOLE_SIZE": size, "FARANDOLE_LOCAL_RANK": local_rank,
             "FARANDOLE_LOCAL_SIZE": len(ranks), "FARANDOLE_ADDRESS": address,
-        }  # fmt: skip
+        } if not members else {"FARANDOLE_MEMBERS": members}  # fmt: skip
         key_reader, key_writer = os.pipe()
-        os.write(key_writer, key)
+        os.write(key_writer, bytes.fromhex(job_key) or key)
         os.close(key_writer)
         descriptors = {"FARANDOLE_KEY_FD": key_reader}
         if listener is not None and rank == 0:
             descriptors["FARANDOLE_LISTEN_FD"] = listener.fileno()
         texts = {name: str(value) for name, value in (variables | descriptors).items()}
         supervisor.keys[rank] = key_reader
+        if job_folder:
+            supervisor.note(rank, note_file(job_folder, rank))
         supervisor.start(
-            rank, command, texts, has_input=runs_function or rank == 0, descriptors=[*descriptors.values()],
-            leads_group=True,
+            rank, command, texts, has_input=runs_function or (rank == 0 and not members),
+            descriptors=[*descriptors.values()], leads_group=True,
         )  # fmt: skip
     if listener is not None:
         listener.close()
-    supervisor.run()
 
 
 def check_version(job: Mapping[str, Any]) -> None:
