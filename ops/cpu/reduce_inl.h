@@ -64,8 +64,9 @@ void MergeFloats(T* dst, std::span<const void* const> sources, int64_t count,
   const void* const* const from = sources.data();
   const size_t source_count = sources.size();
   const uint8_t* const merge = merges.data();
+  HWY_ALIGN float stack[kMostSlotLevels * hn::MaxLanes(Floats())];
+  float* const below = stack;
   ForEachVector(count, [=](int64_t at, auto vector) HWY_ATTR {
-    HWY_ALIGN float below[kMostSlotLevels * hn::MaxLanes(Floats())];
     float* end = below;
     FloatVec top = vector.Load(static_cast<const T*>(from[0]) + at);
     for (size_t k = 1; k < source_count; ++k) {
@@ -78,6 +79,51 @@ void MergeFloats(T* dst, std::span<const void* const> sources, int64_t count,
       }
       top = hn::Add(top, next);
       for (uint8_t m = 1; m < merge[k]; ++m) {
+        end -= hn::MaxLanes(Floats());
+        top = hn::Add(hn::Load(Floats(), end), top);
+      }
+    }
+    vector.Store(Finished(finish, top), dst + at);
+  });
+}
+
+/// Whether the tree consists of nodes of four sources, and of what joins these: so it does where
+/// each of 4, 8, 16 ... ranks holds one slot.
+inline bool IsOfFours(std::span<const uint8_t> merges) {
+  if (merges.size() % 4 != 0) return false;
+  for (size_t k = 0; k < merges.size(); k += 4) {
+    if (merges[k + 1] != 1 || merges[k + 2] != 0 || merges[k + 3] < 2) return false;
+  }
+  return true;
+}
+
+template <class T, class Vector>
+HWY_INLINE FloatVec SumOfFour(Vector vector, const void* const* from, int64_t at) {
+  const FloatVec a = vector.Load(static_cast<const T*>(from[0]) + at);
+  const FloatVec b = vector.Load(static_cast<const T*>(from[1]) + at);
+  const FloatVec c = vector.Load(static_cast<const T*>(from[2]) + at);
+  const FloatVec d = vector.Load(static_cast<const T*>(from[3]) + at);
+  return hn::Add(hn::Add(a, b), hn::Add(c, d));
+}
+
+/// As MergeFloats, of such a tree: four sources at a time are added up in registers, which takes no
+/// longer than one after the other.
+template <class T, class Finish>
+void MergeFours(T* dst, std::span<const void* const> sources, int64_t count,
+                std::span<const uint8_t> merges, const Finish& finish) {
+  const void* const* const from = sources.data();
+  const size_t source_count = sources.size();
+  const uint8_t* const merge = merges.data();
+  HWY_ALIGN float stack[kMostSlotLevels * hn::MaxLanes(Floats())];
+  float* const below = stack;
+  ForEachVector(count, [=](int64_t at, auto vector) HWY_ATTR {
+    float* end = below;
+    FloatVec top = SumOfFour<T>(vector, from, at);
+    for (size_t k = 4; k < source_count; k += 4) {
+      hn::Store(top, Floats(), end);
+      end += hn::MaxLanes(Floats());
+      top = SumOfFour<T>(vector, from + k, at);
+      for (uint8_t m = 2; m < merge[k + 3]; ++m) {
         end -= hn::MaxLanes(Floats());
         top = hn::Add(hn::Load(Floats(), end), top);
       }
@@ -174,6 +220,8 @@ void Merge(T* dst, std::span<const void* const> sources, int64_t count,
            std::span<const uint8_t> merges, const Finish& finish) {
   if constexpr (std::is_same_v<T, double>) {
     MergeDoubles(dst, sources, count, merges, finish);
+  } else if (IsOfFours(merges)) {
+    MergeFours(dst, sources, count, merges, finish);
   } else {
     MergeFloats(dst, sources, count, merges, finish);
   }
