@@ -1,5 +1,5 @@
-// Reductions of every type, in the order of the sources; scalar products and linear combinations of
-// two vectors.
+// Reductions of every type, in the order of the sources or of a tree over them; scalar products and
+// linear combinations of two vectors.
 //
 // Loops over integers and doubles are plain and left to the vectoriser. What is added up in float
 // is loaded from all sources, combined, finished and stored once, in registers.
@@ -57,6 +57,81 @@ void ReduceFloats(T* dst, std::span<const void* const> sources, int64_t count,
   });
 }
 
+/// As ReduceFloats, but in the order of ReduceSpec::merges: the top of the stack is in a register.
+template <class T, class Finish>
+void MergeFloats(T* dst, std::span<const void* const> sources, int64_t count,
+                 std::span<const uint8_t> merges, const Finish& finish) {
+  const void* const* const from = sources.data();
+  const size_t source_count = sources.size();
+  const uint8_t* const merge = merges.data();
+  HWY_ALIGN float stack[kMostSlotLevels * hn::MaxLanes(Floats())];
+  float* const below = stack;
+  ForEachVector(count, [=](int64_t at, auto vector) HWY_ATTR {
+    float* end = below;
+    FloatVec top = vector.Load(static_cast<const T*>(from[0]) + at);
+    for (size_t k = 1; k < source_count; ++k) {
+      const FloatVec next = vector.Load(static_cast<const T*>(from[k]) + at);
+      if (merge[k] == 0) {
+        hn::Store(top, Floats(), end);
+        end += hn::MaxLanes(Floats());
+        top = next;
+        continue;
+      }
+      top = hn::Add(top, next);
+      for (uint8_t m = 1; m < merge[k]; ++m) {
+        end -= hn::MaxLanes(Floats());
+        top = hn::Add(hn::Load(Floats(), end), top);
+      }
+    }
+    vector.Store(Finished(finish, top), dst + at);
+  });
+}
+
+/// Whether the tree consists of nodes of four sources, and of what joins these: so it does where
+/// each of 4, 8, 16 ... ranks holds one slot.
+inline bool IsOfFours(std::span<const uint8_t> merges) {
+  if (merges.size() % 4 != 0) return false;
+  for (size_t k = 0; k < merges.size(); k += 4) {
+    if (merges[k + 1] != 1 || merges[k + 2] != 0 || merges[k + 3] < 2) return false;
+  }
+  return true;
+}
+
+template <class T, class Vector>
+HWY_INLINE FloatVec SumOfFour(Vector vector, const void* const* from, int64_t at) {
+  const FloatVec a = vector.Load(static_cast<const T*>(from[0]) + at);
+  const FloatVec b = vector.Load(static_cast<const T*>(from[1]) + at);
+  const FloatVec c = vector.Load(static_cast<const T*>(from[2]) + at);
+  const FloatVec d = vector.Load(static_cast<const T*>(from[3]) + at);
+  return hn::Add(hn::Add(a, b), hn::Add(c, d));
+}
+
+/// As MergeFloats, of such a tree: four sources at a time are added up in registers, which takes no
+/// longer than one after the other.
+template <class T, class Finish>
+void MergeFours(T* dst, std::span<const void* const> sources, int64_t count,
+                std::span<const uint8_t> merges, const Finish& finish) {
+  const void* const* const from = sources.data();
+  const size_t source_count = sources.size();
+  const uint8_t* const merge = merges.data();
+  HWY_ALIGN float stack[kMostSlotLevels * hn::MaxLanes(Floats())];
+  float* const below = stack;
+  ForEachVector(count, [=](int64_t at, auto vector) HWY_ATTR {
+    float* end = below;
+    FloatVec top = SumOfFour<T>(vector, from, at);
+    for (size_t k = 4; k < source_count; k += 4) {
+      hn::Store(top, Floats(), end);
+      end += hn::MaxLanes(Floats());
+      top = SumOfFour<T>(vector, from + k, at);
+      for (uint8_t m = 2; m < merge[k + 3]; ++m) {
+        end -= hn::MaxLanes(Floats());
+        top = hn::Add(hn::Load(Floats(), end), top);
+      }
+    }
+    vector.Store(Finished(finish, top), dst + at);
+  });
+}
+
 /// Elements per block: a block of accumulators (8 KiB) stays in the L1 cache with room for the
 /// sources.
 inline constexpr int64_t kReduceBlock = 1024;
@@ -96,6 +171,30 @@ void ReduceBlocks(T* dst, std::span<const void* const> sources, int64_t count,
   }
 }
 
+/// As MergeFloats; the stack is one of blocks.
+template <class Finish>
+void MergeDoubles(double* dst, std::span<const void* const> sources, int64_t count,
+                  std::span<const uint8_t> merges, const Finish& finish) {
+  constexpr int64_t kBlock = 128;
+  double stack[kMostSlotLevels + 1][kBlock];
+  for (int64_t begin = 0; begin < count; begin += kBlock) {
+    const int64_t n = HWY_MIN(kBlock, count - begin);
+    double(*end)[kBlock] = stack;
+    for (size_t k = 0; k < sources.size(); ++k) {
+      const double* const next = static_cast<const double*>(sources[k]) + begin;
+      if (merges[k] == 0) {
+        std::memcpy(end++, next, static_cast<size_t>(n) * sizeof(double));
+        continue;
+      }
+      for (int64_t i = 0; i < n; ++i) end[-1][i] += next[i];
+      for (uint8_t m = 1; m < merges[k]; ++m, --end) {
+        for (int64_t i = 0; i < n; ++i) end[-2][i] += end[-1][i];
+      }
+    }
+    for (int64_t i = 0; i < n; ++i) dst[begin + i] = finish.template Apply<double>(stack[0][i]);
+  }
+}
+
 /// The commonest case, two ranks, without a pass through the accumulator block.
 template <class Op, class T, class Finish>
 void ReducePair(T* dst, const T* a, const T* b, int64_t count, const Finish& finish) {
@@ -116,12 +215,30 @@ void ReduceWith(T* dst, std::span<const void* const> sources, int64_t count, con
   ReduceBlocks<Op, Acc>(dst, sources, count, finish);
 }
 
+template <class T, class Finish>
+void Merge(T* dst, std::span<const void* const> sources, int64_t count,
+           std::span<const uint8_t> merges, const Finish& finish) {
+  if constexpr (std::is_same_v<T, double>) {
+    MergeDoubles(dst, sources, count, merges, finish);
+  } else if (IsOfFours(merges)) {
+    MergeFours(dst, sources, count, merges, finish);
+  } else {
+    MergeFloats(dst, sources, count, merges, finish);
+  }
+}
+
 /// Integers without divisor and factor wrap alike in their own width, where vectors are longest.
 template <class Op, class T>
 void ReduceFinished(T* dst, std::span<const void* const> sources, int64_t count,
                     const ReduceSpec& spec) {
   const DivideAndScale finish{spec.op == ReduceOp::kAverage ? spec.divisor : 1, spec.postscale};
   const bool keeps = finish.divisor == 1 && finish.factor == 1.0;
+  if constexpr (std::is_same_v<Op, Sum> && std::is_floating_point_v<Accumulator<T>>) {
+    if (!spec.merges.empty()) {
+      return keeps ? Merge(dst, sources, count, spec.merges, Keep())
+                   : Merge(dst, sources, count, spec.merges, finish);
+    }
+  }
   if constexpr (std::is_same_v<Accumulator<T>, float>) {
     if (keeps) return ReduceFloats<Op>(dst, sources, count, Keep());
     ReduceFloats<Op>(dst, sources, count, finish);

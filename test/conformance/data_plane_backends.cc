@@ -233,6 +233,9 @@ std::vector<PlaneParam> BackendsInOneProcess() {
   params.push_back(Hierarchical("HierarchicalSmallSlices", {0, 0, 1, 1}, 1024));
   // Two of the first host, interleaved with three of another, and two without shared memory.
   params.push_back(Hierarchical("HierarchicalUneven", {4, 2, 2, -1, 4, 2, -2}, 32'768));
+  // With 8 or 16 slots each host holds a node of their tree, within the first and between all of
+  // which sums take another order than that of ranks.
+  params.push_back(Hierarchical("HierarchicalNodes", {0, 0, 0, 0, 1, 2, 3}, 32'768));
   return params;
 }
 
