@@ -23,7 +23,7 @@ struct Member {
 
 /// Generations are ordered by number; each is proposed by one process.
 struct GenerationNumber {
-  uint64_t number = 0;
+  uint64_t number = 0;    ///< 0: none. The first generation of a job: 1.
   MemberId proposer = 0;  ///< Tells generations apart that two processes propose at once.
   auto operator<=>(const GenerationNumber&) const = default;
 };
@@ -33,30 +33,41 @@ struct MemberList {
   GenerationNumber generation;
   std::vector<Member> members;
   std::string root;  ///< "host:port", where rank 0 waits for the others to join.
+  /// Members of earlier lists that went on without them, and whose end nobody has seen.
+  std::set<MemberId> left_out;
+  /// Members that came while somebody was left out: they don't count in a quorum.
+  std::set<MemberId> without_vote;
   bool operator==(const MemberList&) const = default;
 };
 
 /// What one process tells another.
 struct MembershipMessage {
   enum class Kind : uint8_t {
-    kReport = 1,    ///< A survivor to who it believes leads: all but `proposal` and `text`.
+    kReport = 1,    ///< A survivor to who it believes leads.
     kProposal = 2,  ///< The leader to all in `proposal`.
-    kRefusal = 3,   ///< To a leader: this process has accepted `accepted`, which is newer.
+    kRefusal = 3,   ///< To a leader: this process has accepted something else since its report.
     kAsk = 4,       ///< A newcomer, `sender`, asks to be let in; passed on to rank 0.
     kGoneOn = 5,    ///< To one who is not in it any more: `started` went on without him.
   };
   Kind kind = Kind::kReport;
   Member sender;
-  MemberList started;                 ///< The last one that the sender knows to have started.
-  std::optional<MemberList> pending;  ///< One that it has begun to join, and may have started.
-  GenerationNumber accepted;          ///< The newest that it has accepted.
-  std::set<MemberId> dead;            ///< Whose end a kernel or a launcher has seen, or who left.
-  MemberList proposal;                ///< kProposal.
+  MemberList started;               ///< The last one that the sender knows to have started.
+  std::vector<MemberList> pending;  ///< Newer ones that may have started, oldest first.
+  GenerationNumber accepted;        ///< The newest that it has accepted.
+  std::set<MemberId> dead;          ///< Whose end a kernel or a launcher has seen, or who left.
+  std::set<MemberId> suspects;      ///< Whom the sender cannot reach.
+  MemberList proposal;              ///< kProposal; in a kRefusal its generation alone.
+  /// kProposal: what each of its members had accepted when it reported. A member that has accepted
+  /// something since then refuses.
+  std::map<MemberId, GenerationNumber> reported;
+  bool operator==(const MembershipMessage&) const = default;
 };
 
 struct MembershipOptions {
   Member self;
+  uint64_t seed = 0;                   ///< Of back-off times; differs from process to process.
   int64_t silence_ns = 2'000'000'000;  ///< Who has not answered for so long is left out.
+  int64_t join_ns = 5'000'000'000;     ///< A join that takes longer is given up, by kEnd.
   int64_t halt_ns = 10'000'000'000;    ///< So long a minority waits for others.
   int most = 0;                        ///< Members of a generation; 0: any number.
 };
@@ -67,15 +78,60 @@ struct MembershipAction {
     kSend = 1,  ///< `message` to `to`. If it can't be delivered, Unreachable.
     kOpen = 2,  ///< Listen as rank 0 of a generation that is to be proposed; Opened says where.
     kJoin = 3,  ///< Join `list` as rank `rank`; Joined says how it went.
-    kEnd = 4,   ///< End the present generation: others have (or someone is to be let in).
-    kHalt = 5,  ///< Leave the job with `text`: exit code 75.
+    kEnd = 4,   ///< End the present generation, then Ended; or give the join up, then Joined.
+    kHalt = 5,  ///< Leave the job with `text`: exit code 75. Nothing follows.
   };
   Kind kind = Kind::kSend;
-  Member to = {};
+  Member to = {};  ///< id 0: only its address is known.
   MembershipMessage message = {};
   MemberList list = {};
   int rank = -1;
   std::string text = {};
+};
+
+/// One process of a job whose processes may die, stop, leave and come at any time.
+///
+/// Thread safety: one thread at a time. It has no clock: it is as late as the last Tick said, so
+/// the host calls Tick before any other input. After each input the host takes the actions.
+/// Invariant: lists that start are ordered, and no two go on beside one another; see README.md.
+class Membership {
+ public:
+  /// A process that is in `started`, a generation that has started.
+  Membership(MembershipOptions options, MemberList started);
+  /// A newcomer, which asks those that listen at `addresses` in turn until it is let in.
+  Membership(MembershipOptions options, std::vector<std::string> addresses);
+
+  /// Time has come to `now_ns`, of a clock that never goes back.
+  void Tick(int64_t now_ns);
+  /// Processes whose end is certain: their kernel or launcher has seen it, or they left cleanly.
+  void Died(const std::set<MemberId>& dead);
+  /// The present generation has ended here: by a loss, by kEnd, or because its members want to let
+  /// newcomers in. The engine computes nothing more.
+  /// @param suspects  Members that cannot be reached, or are silent.
+  void Ended(const std::set<MemberId>& dead = {}, const std::set<MemberId>& suspects = {});
+  /// After kOpen: others reach rank 0 at `address`. Empty: this process cannot listen now.
+  void Opened(const std::string& address);
+  /// After kJoin, exactly once: whether the engine of that list has started here. If not, nothing
+  /// of it computes here, nor will.
+  void Joined(const GenerationNumber& generation, bool ok, const std::set<MemberId>& dead = {},
+              const std::set<MemberId>& suspects = {});
+  void Received(const MembershipMessage& message);
+  /// A message could not be delivered, or it isn't known whether it was.
+  void Unreachable(const Member& to);
+
+  /// What is to be done since the last call.
+  std::vector<MembershipAction> TakeActions();
+  /// When Tick is due; nothing: not before another input.
+  std::optional<int64_t> NextTimer() const;
+
+  /// The newest list that is known to have started.
+  const MemberList& started() const { return started_; }
+  /// Newcomers that ask rank 0 to be let in and would find room, oldest first.
+  std::vector<Member> askers() const;
+
+ private:
+  MembershipOptions options_;
+  MemberList started_;
 };
 
 }  // namespace farandole
