@@ -73,15 +73,6 @@ class TcpNetwork final : public Network {
     return key;
   }
 
-  // Ranks of different jobs find out before they compare keys. How many ranks there are is said by
-  // who registers: it may change from one generation of a job to the next.
-  uint32_t JobTag() const {
-    const Digest digest = Sha256({TextBytes(options_.job)});
-    uint32_t tag = 0;
-    std::memcpy(&tag, digest.data(), sizeof tag);
-    return tag;
-  }
-
   // At most: a control stream each way and, in each plane, some to every other rank. What lacks is
   // much the same on all ranks, so one of them warns.
   void Reserve(int data_streams) {
@@ -96,7 +87,7 @@ class TcpNetwork final : public Network {
 
   Result<std::shared_ptr<StreamHub>> MakeHub(const LinkOptions& options) const {
     Result<std::unique_ptr<StreamHub>> hub =
-        StreamHub::Create({.party = {.key = key_, .job = JobTag(), .rank = options_.rank},
+        StreamHub::Create({.party = {.key = key_, .job = JobTag(options_.job), .rank = options_.rank},
                            .size = options_.size,
                            .streams = options_.streams,
                            .connect_timeout_ns = options.timeout_ns,

@@ -22,6 +22,18 @@ constexpr int64_t kPauseNs = 100 * kNsPerMs;
 constexpr uint32_t kMostTextBytes = uint32_t{16} << 20;
 
 
+/// Numeric ones; what is none is left out.
+std::vector<SocketAddress> AddressesOf(std::string_view texts) {
+  std::vector<SocketAddress> all;
+  while (!texts.empty()) {
+    const std::string_view text = texts.substr(0, texts.find(','));
+    texts.remove_prefix(std::min(texts.size(), text.size() + 1));
+    const Result<SocketAddress> address = ParseSocketAddress(text);
+    if (address.ok()) all.push_back(address.value());
+  }
+  return all;
+}
+
 }  // namespace
 
 struct MemberMail::Connection {
@@ -55,7 +67,7 @@ struct MemberMail::Connection {
   }
 };
 
-MemberMail::MemberMail(const Party& party, Process self, Listening listening)
+MemberMail::MemberMail(const Party& party, MemberId self, Listening listening)
     : party_(party),
       self_(self),
       listening_(std::move(listening)),
@@ -65,11 +77,16 @@ MemberMail::~MemberMail() {
   if (wake_ >= 0) close(wake_);
 }
 
-Result<std::unique_ptr<MemberMail>> MemberMail::Create(const Party& party, Process self,
+Result<std::unique_ptr<MemberMail>> MemberMail::Create(const Party& party, MemberId self,
                                                        Listening listening) {
   std::unique_ptr<MemberMail> mail(new MemberMail(party, self, std::move(listening)));
   if (mail->wake_ < 0) return SystemError("an event for messages of membership", errno);
   return mail;
+}
+
+// Nothing but close is allowed there.
+void MemberMail::CloseInChild() {
+  for (const Listener& one : listening_.sockets) close(one.get());
 }
 
 void MemberMail::Wake() {
@@ -186,9 +203,9 @@ bool MemberMail::TakeFrames(Connection& connection) {
     if (is_answer) connection.taken = payload[0] != std::byte{0};
     return connection.End(is_answer ? 0 : EPROTO), false;
   }
-  if (frame.value()->type != FrameType::kMember || payload.size() < sizeof(Process))
+  if (frame.value()->type != FrameType::kMember || payload.size() < sizeof(MemberId))
     return connection.End(), false;
-  Process to = 0;
+  MemberId to = 0;
   std::memcpy(&to, payload.data(), sizeof to);
   const bool is_mine = to == self_ || to == 0;
   const auto* const text = reinterpret_cast<const char*>(payload.data()) + sizeof to;
@@ -206,13 +223,13 @@ void MemberMail::Flush(Connection& connection) {
   if (count > 0) connection.out.erase(connection.out.begin(), connection.out.begin() + count);
 }
 
-void MemberMail::Send(Process to, std::vector<SocketAddress> where, std::string text) {
+void MemberMail::Send(const Member& to, std::string text) {
   if (text.size() > kMostTextBytes) return;  // of more members than a job can have
-  Outgoing& outgoing = outgoing_[to];
+  Outgoing& outgoing = outgoing_[{to.id, to.id == 0 ? to.address : ""}];
   outgoing.to = to;
   outgoing.texts.push_back(std::move(text));
   if (outgoing.connection != nullptr) return;
-  outgoing.where = std::move(where);
+  outgoing.where = AddressesOf(to.address);
   Connect(outgoing);
 }
 
@@ -229,7 +246,7 @@ void MemberMail::Connect(Outgoing& outgoing) {
   Connection& connection = *outgoing.connection;
   const auto count = static_cast<int64_t>(std::max<size_t>(outgoing.where.size(), 1));
   connection.deadline_ns = SteadyClock().NowNs() + kAnswerNs / count;
-  connection.message.assign(reinterpret_cast<const char*>(&outgoing.to), sizeof outgoing.to);
+  connection.message.assign(reinterpret_cast<const char*>(&outgoing.to.id), sizeof(MemberId));
   connection.message += outgoing.texts.front();
   connection.is_connecting = true;
   if (error != 0) return connection.End(error);
@@ -238,10 +255,10 @@ void MemberMail::Connect(Outgoing& outgoing) {
 }
 
 // The outcome of a connection that has ended, and the next one.
-void MemberMail::Settle(Process to, Outgoing& outgoing) {
+void MemberMail::Settle(Outgoing& outgoing) {
   Connection& connection = *outgoing.connection;
   if (connection.taken == std::optional(true)) {
-    events_.push_back({Event::Kind::kDelivered, to, std::move(outgoing.texts.front())});
+    events_.push_back({Event::Kind::kDelivered, outgoing.to, std::move(outgoing.texts.front())});
     outgoing.texts.pop_front();
     outgoing.next = 0;
     outgoing.is_gone = true;
@@ -262,7 +279,7 @@ void MemberMail::Settle(Process to, Outgoing& outgoing) {
   }
   if (outgoing.next < outgoing.where.size()) return Connect(outgoing);
   const bool is_gone = outgoing.is_gone && !outgoing.where.empty();
-  events_.push_back({is_gone ? Event::Kind::kGone : Event::Kind::kLost, to,
+  events_.push_back({is_gone ? Event::Kind::kGone : Event::Kind::kLost, outgoing.to,
                      outgoing.error.empty() ? "it has no address" : outgoing.error});
   outgoing.texts.clear();
 }
@@ -270,7 +287,7 @@ void MemberMail::Settle(Process to, Outgoing& outgoing) {
 void MemberMail::DropEnded() {
   std::erase_if(incoming_, [](const auto& one) { return one->has_ended; });
   for (auto& [to, outgoing] : outgoing_) {
-    while (!outgoing.texts.empty() && outgoing.connection->has_ended) Settle(to, outgoing);
+    while (!outgoing.texts.empty() && outgoing.connection->has_ended) Settle(outgoing);
   }
   std::erase_if(outgoing_, [](const auto& one) { return one.second.texts.empty(); });
 }

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "coordinator/membership/membership.h"
 #include "core/net/address.h"
 #include "core/net/frames.h"
 #include "core/net/handshake.h"
@@ -29,9 +30,6 @@ namespace farandole {
 /// Thread safety: Wake from any thread, the rest by one. Nothing blocks but Poll.
 class MemberMail {
  public:
-  /// A process by a number of its own, never 0; 0 as the address's: whoever listens there.
-  using Process = uint64_t;
-
   struct Event {
     enum class Kind : uint8_t {
       kCame,       ///< `text` has come.
@@ -41,27 +39,30 @@ class MemberMail {
                    ///< another process does.
     };
     Kind kind = Kind::kCame;
-    Process to = 0;
+    Member to = {};
     std::string text = {};
   };
 
   /// @param party  The job's key and tag alone. @return ResourceExhausted with the system's reason.
-  static Result<std::unique_ptr<MemberMail>> Create(const Party& party, Process self,
+  static Result<std::unique_ptr<MemberMail>> Create(const Party& party, MemberId self,
                                                     Listening listening);
   ~MemberMail();
 
-  /// @param where  Tried in this order.
-  void Send(Process to, std::vector<SocketAddress> where, std::string text);
+  /// @param to  Its address may be several, separated by commas, which are tried in this order.
+  /// With the id 0 whoever listens there is meant.
+  void Send(const Member& to, std::string text);
   /// Sleeps until something has happened, Wake, or `until_ns`.
   std::vector<Event> Poll(int64_t until_ns);
   void Wake();
+  /// In a forked child: its copies of the sockets go.
+  void CloseInChild();
   /// Whether messages are on their way.
   bool IsSending() const { return !outgoing_.empty(); }
 
  private:
   struct Connection;
   struct Outgoing {
-    Process to = 0;
+    Member to = {};
     std::vector<SocketAddress> where = {};
     size_t next = 0;             // address
     bool is_gone = true;         // every address so far says so
@@ -70,7 +71,7 @@ class MemberMail {
     std::unique_ptr<Connection> connection = {};
   };
 
-  MemberMail(const Party& party, Process self, Listening listening);
+  MemberMail(const Party& party, MemberId self, Listening listening);
   int64_t NextDeadline() const;
   void Accept(int listener);
   void Advance(Connection& connection);
@@ -78,16 +79,17 @@ class MemberMail {
   bool TakeFrames(Connection& connection);
   static void Flush(Connection& connection);
   void Connect(Outgoing& outgoing);
-  void Settle(Process to, Outgoing& outgoing);
+  void Settle(Outgoing& outgoing);
   void DropEnded();
 
   const Party party_;
-  const Process self_;
+  const MemberId self_;
   const Listening listening_;
   int wake_ = -1;  // eventfd
   int64_t accept_at_ns_ = 0;  // paused until then, for want of descriptors
   std::vector<std::unique_ptr<Connection>> incoming_;  // oldest first
-  std::map<Process, Outgoing> outgoing_;               // with at least one message
+  /// With at least one message each; by id, or of an id that is not known by address.
+  std::map<std::pair<MemberId, std::string>, Outgoing> outgoing_;
   std::vector<Event> events_;
 };
 

@@ -1,0 +1,363 @@
+#include "coordinator/job/member_service.h"
+
+#include <pthread.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <csignal>
+#include <utility>
+
+#include "coordinator/control/rendezvous.h"
+#include "coordinator/job/member_messages.h"
+#include "coordinator/job/world.h"
+#include "core/clock.h"
+
+namespace farandole {
+namespace {
+
+constexpr int64_t kLeaveNs = 2 * kNsPerSecond;
+constexpr int64_t kPingNs = 100 * kNsPerMs;
+constexpr size_t kPingsAtOnce = 32;           // of more members each takes longer
+constexpr int64_t kEndingNs = kNsPerMs;  // how often an engine that is to end is asked
+
+std::string InOneText(const std::vector<SocketAddress>& addresses) {
+  std::string text;
+  for (const SocketAddress& one : addresses) text += (text.empty() ? "" : ",") + one.ToString();
+  return text;
+}
+
+uint64_t RandomNumber() {
+  uint64_t number = 0;
+  FillRandom(std::as_writable_bytes(std::span(&number, 1)));
+  return std::max<uint64_t>(number, 1);
+}
+
+// That the kernel would send from; nothing is sent.
+std::optional<SocketAddress> AddressToward(const SocketAddress& other) {
+  const int socket = ::socket(other.family(), SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  if (socket < 0) return std::nullopt;
+  const Listener closes(socket);
+  if (connect(socket, other.data(), other.size()) != 0) return std::nullopt;
+  return closes.address().WithPort(0);
+}
+
+}  // namespace
+
+Result<std::vector<std::string>> MembersAt(const std::string& texts) {
+  Result<std::vector<HostPort>> named = ParseHostPorts(texts);
+  if (!named.ok()) return named.status();
+  std::vector<std::string> members;
+  Status failed;
+  for (const HostPort& one : named.value()) {
+    const Result<std::vector<SocketAddress>> addresses = Resolve(one);
+    if (!addresses.ok()) failed = addresses.status();
+    if (addresses.ok()) members.push_back(InOneText(addresses.value()));
+  }
+  if (members.empty() && !failed.ok()) return failed;
+  return members;
+}
+
+Result<std::vector<SocketAddress>> WhereToListen(const std::string& interfaces,
+                                                 const std::vector<std::string>& members) {
+  const Result<InterfaceList> list = ParseInterfaces(interfaces);
+  if (!list.ok()) return list.status();
+  std::optional<SocketAddress> known;
+  for (const std::string& one : members) {
+    const Result<SocketAddress> address = ParseSocketAddress(one.substr(0, one.find(',')));
+    if (address.ok() && !known) known = AddressToward(address.value());
+  }
+  if (known && known->IsLoopback()) return std::vector<SocketAddress>{*known};
+  return Reachable(0, list.value(), known);
+}
+
+Result<std::shared_ptr<MemberService>> MemberService::Create(Options options) {
+  std::shared_ptr<MemberService> service(new MemberService(std::move(options)));
+  Result<Listening> listening = ListenOn(service->options_.where, 0);
+  if (!listening.ok()) return listening.status();
+  service->self_ = {RandomNumber(), InOneText(listening.value().addresses), ThisHost()};
+  Party party;
+  std::copy_n(reinterpret_cast<const std::byte*>(service->key().data()), party.key.size(),
+              party.key.data());
+  party.job = JobTag(service->job());
+  Result<std::unique_ptr<MemberMail>> mail =
+      MemberMail::Create(party, service->self_.id, std::move(listening).value());
+  if (!mail.ok()) return mail.status();
+  service->mail_ = std::move(mail).value();
+  // Signals are for the threads of the user.
+  sigset_t all;
+  sigset_t before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  Status status;
+  try {
+    service->thread_ = std::thread([s = service.get()] { s->Run(); });
+    (void)pthread_setname_np(service->thread_.native_handle(), "farandole-members");
+  } catch (...) {
+    status = FromException();
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  if (!status.ok()) return status;
+  World::Get().NoteService(service.get());
+  return service;
+}
+
+MemberService::~MemberService() {
+  Lock lock(mutex_);
+  Stop(lock);
+}
+
+void MemberService::Stop(Lock& lock) {
+  stops_ = true;
+  machine_.reset();
+  running_ = {};
+  if (!thread_.joinable()) return;
+  World::Get().NoteService(nullptr);
+  mail_->Wake();
+  lock.unlock();
+  thread_.join();
+  lock.lock();
+  mail_.reset();  // from here on nobody listens there
+}
+
+void MemberService::CloseInChild() {
+  if (mail_ != nullptr) mail_->CloseInChild();
+}
+
+MembershipOptions MemberService::OptionsOfMachine() const {
+  MembershipOptions options;
+  options.self = self_;
+  options.seed = RandomNumber();
+  if (options_.silence_ns > 0) options.silence_ns = options_.silence_ns;
+  if (options_.join_ns > 0) options.join_ns = options_.join_ns;
+  return options;
+}
+
+// --- The thread ---
+
+void MemberService::Run() {
+  Lock lock(mutex_);
+  while (!stops_) {
+    for (auto& [to, text] : std::exchange(outbox_, {})) mail_->Send(to, std::move(text));
+    is_idle_ = !mail_->IsSending();
+    if (is_idle_) changed_.notify_all();
+    const int64_t until_ns = NextWakeNs();
+    lock.unlock();
+    const std::vector<MemberMail::Event> events = mail_->Poll(until_ns);
+    lock.lock();
+    if (!machine_) continue;
+    machine_->Tick(SteadyClock().NowNs());
+    for (const MemberMail::Event& event : events) Take(event);
+    EndIfOver();
+    Ping();
+    Perform();
+  }
+}
+
+int64_t MemberService::NextWakeNs() const {
+  if (!machine_) return kNever;
+  int64_t next_ns = machine_->NextTimer().value_or(kNever);
+  if (is_ending_) next_ns = std::min(next_ns, SteadyClock().NowNs() + kEndingNs);
+  if (place_) next_ns = std::min(next_ns, ping_ns_);
+  return next_ns;
+}
+
+void MemberService::Take(const MemberMail::Event& event) {
+  switch (event.kind) {
+    case MemberMail::Event::Kind::kCame: {
+      const std::string_view text = event.text;
+      if (text.empty()) return;
+      const ByteSpan rest = TextBytes(text.substr(1));
+      if (text[0] == static_cast<char>(Text::kMembership)) {
+        const Result<MembershipMessage> message = DecodeMembership(rest);
+        if (message.ok()) machine_->Received(message.value());
+      } else if (text[0] == static_cast<char>(Text::kLeave)) {
+        const Result<Member> member = DecodeMember(rest);
+        if (member.ok()) machine_->Died({member.value().id});
+      }
+      return;
+    }
+    case MemberMail::Event::Kind::kDelivered:
+      pinged_.erase(event.to.id);
+      return;
+    case MemberMail::Event::Kind::kGone:
+      if (event.to.id != 0) machine_->Died({event.to.id});
+      [[fallthrough]];
+    case MemberMail::Event::Kind::kLost:
+      pinged_.erase(event.to.id);
+      machine_->Unreachable(event.to);
+      return;
+  }
+}
+
+void MemberService::Perform() {
+  for (MembershipAction& action : machine_->TakeActions()) {
+    switch (action.kind) {
+      case MembershipAction::Kind::kSend:
+        outbox_.emplace_back(action.to, static_cast<char>(Text::kMembership) +
+                                            EncodeMembership(action.message));
+        break;
+      case MembershipAction::Kind::kOpen:
+        Open();
+        break;
+      case MembershipAction::Kind::kJoin:
+        place_ = {std::move(action.list), action.rank, nullptr};
+        if (action.rank == 0) place_->listener = std::exchange(listener_, nullptr);
+        is_taken_ = is_given_up_ = false;
+        ping_ns_ = 0;
+        break;
+      case MembershipAction::Kind::kEnd:
+        End();
+        break;
+      case MembershipAction::Kind::kHalt:
+        halted_ = action.text;
+        if (running_.end) running_.end(Aborted(halted_));
+        break;
+    }
+    changed_.notify_all();
+  }
+}
+
+// A socket of its own for each generation: who comes too late to an earlier one finds nobody.
+void MemberService::Open() {
+  const SocketAddress best = options_.where.front();
+  const bool is_one = !options_.is_anywhere || options_.where.size() == 1;
+  Result<Listening> listening = is_one ? ListenOn({best}, 0) : ListenForAll(0, {}, "", best);
+  if (!listening.ok()) return machine_->Opened("");
+  listener_ = std::make_shared<Listener>(std::move(listening.value().sockets.front()));
+  machine_->Opened(InOneText(listening.value().addresses));
+}
+
+void MemberService::End() {
+  if (place_ && is_taken_) {
+    is_given_up_ = true;
+  } else if (place_) {
+    const GenerationNumber generation = place_->list.generation;
+    place_.reset();
+    machine_->Joined(generation, false);
+  } else if (!has_ended_) {
+    if (running_.end) running_.end(Aborted(kMembersChange));
+    is_ending_ = true;
+  }
+}
+
+void MemberService::EndIfOver() {
+  if (!is_ending_ || (running_.has_ended && !running_.has_ended())) return;
+  is_ending_ = false;
+  if (std::exchange(has_ended_, true)) return;
+  const Losses losses = running_.losses ? running_.losses() : Losses();
+  machine_->Ended(losses.dead, losses.suspects);
+}
+
+// While a generation is joined nobody else looks for deaths: rank 0 for those of all, the others
+// for that of rank 0.
+void MemberService::Ping() {
+  const int64_t now_ns = SteadyClock().NowNs();
+  if (!place_ || now_ns < ping_ns_) return;
+  const std::vector<Member>& members = place_->list.members;
+  const size_t rounds = 1 + members.size() / kPingsAtOnce;
+  ping_ns_ = now_ns + static_cast<int64_t>(rounds) * kPingNs;
+  for (const Member& member : members) {
+    const bool is_mine = place_->rank == 0 || member.id == members.front().id;
+    if (!is_mine || member.id == self_.id || !pinged_.insert(member.id).second) continue;
+    outbox_.emplace_back(member, std::string(1, static_cast<char>(Text::kPing)));
+  }
+}
+
+// --- The program's threads ---
+
+void MemberService::Begin(MemberList first, RunningGeneration running) {
+  const Lock lock(mutex_);
+  machine_.emplace(OptionsOfMachine(), std::move(first));
+  running_ = std::move(running);
+  mail_->Wake();
+}
+
+void MemberService::Ask(std::vector<std::string> addresses) {
+  const Lock lock(mutex_);
+  machine_.emplace(OptionsOfMachine(), std::move(addresses));
+  has_ended_ = true;
+  mail_->Wake();
+}
+
+void MemberService::Forget() {
+  const Lock lock(mutex_);
+  running_ = {};
+}
+
+void MemberService::Agree(const Losses& losses) {
+  const Lock lock(mutex_);
+  running_ = {};
+  if (!machine_) return;
+  machine_->Tick(SteadyClock().NowNs());
+  is_ending_ = false;
+  if (std::exchange(has_ended_, true)) {
+    machine_->Died(losses.dead);
+  } else {
+    machine_->Ended(losses.dead, losses.suspects);
+  }
+  mail_->Wake();
+}
+
+Result<std::optional<MemberPlace>> MemberService::AwaitPlace(int64_t timeout_ns) {
+  Lock lock(mutex_);
+  const auto is_known = [this] { return !halted_.empty() || stops_ || (place_ && !is_taken_); };
+  if (timeout_ns < 0) {
+    changed_.wait(lock, is_known);
+  } else if (!changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), is_known)) {
+    return std::optional<MemberPlace>();
+  }
+  if (!halted_.empty()) return Status(Code::kHalted, halted_);
+  if (stops_) return Status(Code::kHalted, "this process has left the job");
+  is_taken_ = true;
+  return place_;
+}
+
+bool MemberService::IsGivenUp() {
+  const Lock lock(mutex_);
+  return is_given_up_;
+}
+
+void MemberService::Joined(std::optional<RunningGeneration> running) {
+  const Lock lock(mutex_);
+  if (!machine_ || !place_) return;
+  machine_->Tick(SteadyClock().NowNs());
+  const GenerationNumber generation = place_->list.generation;
+  place_.reset();
+  is_taken_ = is_given_up_ = false;
+  if (running) {
+    running_ = std::move(*running);
+    has_ended_ = false;
+  }
+  machine_->Joined(generation, running.has_value());
+  mail_->Wake();
+}
+
+void MemberService::Leave() {
+  Lock lock(mutex_);
+  if (stops_) return;
+  if (machine_ && halted_.empty()) {
+    for (const Member& member : machine_->started().members) {
+      if (member.id == self_.id) continue;
+      outbox_.emplace_back(member, static_cast<char>(Text::kLeave) + EncodeMember(self_));
+    }
+  }
+  machine_.reset();
+  running_ = {};
+  is_idle_ = false;
+  mail_->Wake();
+  (void)changed_.wait_for(lock, std::chrono::nanoseconds(kLeaveNs),
+                          [this] { return is_idle_ && outbox_.empty(); });
+  Stop(lock);
+}
+
+bool MemberService::change_is_due() {
+  const Lock lock(mutex_);
+  return machine_ && !machine_->askers().empty();
+}
+
+MemberList MemberService::started() {
+  const Lock lock(mutex_);
+  return machine_ ? machine_->started() : MemberList();
+}
+
+}  // namespace farandole
