@@ -16,8 +16,8 @@ using MemberId = uint64_t;
 
 struct Member {
   MemberId id = 0;
-  std::string address;  ///< "host:port", where it listens for messages of membership.
-  std::string host;     ///< Equal for processes of one host: they get neighbouring ranks.
+  std::string address = {};  ///< "host:port", where it listens for messages of membership.
+  std::string host = {};     ///< Equal for processes of one host: they get neighbouring ranks.
   bool operator==(const Member&) const = default;
 };
 
@@ -30,13 +30,13 @@ struct GenerationNumber {
 
 /// Members in rank order.
 struct MemberList {
-  GenerationNumber generation;
-  std::vector<Member> members;
-  std::string root;  ///< "host:port", where rank 0 waits for the others to join.
+  GenerationNumber generation = {};
+  std::vector<Member> members = {};
+  std::string root = {};  ///< "host:port", where rank 0 waits for the others to join.
   /// Members of earlier lists that went on without them, and whose end nobody has seen.
-  std::set<MemberId> left_out;
+  std::set<MemberId> left_out = {};
   /// Members that came while somebody was left out: they don't count in a quorum.
-  std::set<MemberId> without_vote;
+  std::set<MemberId> without_vote = {};
   bool operator==(const MemberList&) const = default;
 };
 
@@ -50,16 +50,16 @@ struct MembershipMessage {
     kGoneOn = 5,    ///< To one who is not in it any more: `started` went on without him.
   };
   Kind kind = Kind::kReport;
-  Member sender;
-  MemberList started;               ///< The last one that the sender knows to have started.
-  std::vector<MemberList> pending;  ///< Newer ones that may have started, oldest first.
-  GenerationNumber accepted;        ///< The newest that it has accepted.
-  std::set<MemberId> dead;          ///< Whose end a kernel or a launcher has seen, or who left.
-  std::set<MemberId> suspects;      ///< Whom the sender cannot reach.
-  MemberList proposal;              ///< kProposal; in a kRefusal its generation alone.
+  Member sender = {};
+  MemberList started = {};               ///< The last one that the sender knows to have started.
+  std::vector<MemberList> pending = {};  ///< Newer ones that may have started, oldest first.
+  GenerationNumber accepted = {};        ///< The newest that it has accepted.
+  std::set<MemberId> dead = {};      ///< Whose end a kernel or a launcher has seen, or who left.
+  std::set<MemberId> suspects = {};  ///< Whom the sender cannot reach.
+  MemberList proposal = {};          ///< kProposal; in a kRefusal its generation alone.
   /// kProposal: what each of its members had accepted when it reported. A member that has accepted
   /// something since then refuses.
-  std::map<MemberId, GenerationNumber> reported;
+  std::map<MemberId, GenerationNumber> reported = {};
   bool operator==(const MembershipMessage&) const = default;
 };
 
@@ -129,9 +129,105 @@ class Membership {
   /// Newcomers that ask rank 0 to be let in and would find room, oldest first.
   std::vector<Member> askers() const;
 
+  /// That this process has halted, by kHalt.
+  bool has_halted() const { return phase_ == Phase::kHalted; }
+
  private:
+  enum class Phase : uint8_t {
+    kRunning,    // started_ computes
+    kEnding,     // kEnd was given; Ended follows
+    kGathering,  // reports, or gathers reports; a newcomer asks
+    kOpening,    // kOpen was given; else as kGathering
+    kJoining,    // kJoin was given; Joined follows
+    kHalted,
+  };
+  /// What a proposal is made of: the lists of which it needs a quorum, and who has reported.
+  struct Basis {
+    MemberList started;
+    std::vector<MemberList> pending;
+    std::set<MemberId> here;  // reporters that are in one of these lists, and this process
+    std::set<MemberId> suspected = {};  // by one of them
+  };
+  struct Ask {
+    MembershipMessage message;
+    int64_t heard_ns = 0;
+  };
+
+  bool IsNewcomer() const;
+  bool IsSuspect(MemberId id) const;
+  bool IsGathering() const { return phase_ == Phase::kGathering || phase_ == Phase::kOpening; }
+  const MembershipMessage& MessageOf(MemberId id) const;
+  MembershipMessage Say(MembershipMessage::Kind kind) const;
+  void Send(const Member& to, MembershipMessage message);
+  void AddFacts(const std::set<MemberId>& dead, const std::set<MemberId>& suspects);
+  void NoteNumbers(const MembershipMessage& message);
+  void Learn(const MemberList& started);
+  void SetStarted(const MemberList& started);
+  void AddPending(const std::vector<MemberList>& lists);
+  void BeginGathering();
+  void GiveUpJoin();
+  void Halt(std::string text);
+
+  void OnReport(const MembershipMessage& message);
+  void OnReportWhileRunning(const MembershipMessage& message);
+  void OnReportWhileJoining(const MembershipMessage& message);
+  void OnReportWhileGathering(const MembershipMessage& message);
+  void OnProposal(const MembershipMessage& message);
+  void OnRefusal(const MembershipMessage& message);
+  void OnAsk(const MembershipMessage& message);
+
+  void Advance();
+  void AskForEntry();
+  std::optional<Member> Leader() const;
+  Basis Collect() const;
+  bool IsAwaiting(const Basis& basis) const;
+  bool HasQuorum(const std::set<MemberId>& here, const Basis& basis) const;
+  std::set<MemberId> Reachable(const Basis& basis) const;
+  std::optional<MemberList> MakeList(const Basis& basis) const;
+  void AddNewcomers(const Basis& basis, std::vector<Member>& members) const;
+  void TryToLead();
+  void Propose(const std::string& root);
+  void Accept(const MembershipMessage& proposal);
+  void HaltAsMinority();
+  uint64_t Random();
+
   MembershipOptions options_;
+  const std::vector<std::string> addresses_;  // that a newcomer asks
+  Phase phase_ = Phase::kGathering;
+  int64_t now_ns_ = 0;
   MemberList started_;
+  std::vector<MemberList> pending_;  // newer than started_, oldest first
+  GenerationNumber accepted_;
+  uint64_t seen_number_ = 0;  // the greatest
+  std::set<MemberId> dead_;
+  std::set<MemberId> suspects_;              // until they send something, or a generation starts
+  std::map<MemberId, int64_t> unreachable_;  // until then
+
+  std::map<MemberId, MembershipMessage> reports_;  // since the last join began
+  std::vector<Ask> asks_;                          // in the order in which they came first
+  MemberId reported_to_ = 0;
+  int64_t report_ns_ = 0;    // when to report next
+  int64_t gather_ns_ = 0;    // when the gathering began
+  int64_t ended_ns_ = 0;     // when the last generation ended
+  int64_t hope_ns_ = 0;      // when a quorum, or a member, was last seen
+  int64_t back_off_ns_ = 0;  // until when not to propose
+  int failures_ = 0;         // joins since the last start that failed
+  size_t next_address_ = 0;
+  int64_t ask_ns_ = 0;  // when to ask next
+  bool ask_failed_ = true;
+
+  MembershipMessage proposal_;  // the one that is joined, if this process made it
+  MemberList joining_;
+  int64_t join_until_ns_ = 0;
+  bool end_asked_ = false;
+
+  uint64_t random_ = 0;
+  std::vector<MembershipAction> actions_;
 };
+
+/// Whether those `here` may go on from `list`: no others that don't hold one of them can, as long
+/// as any of its voters lives. See README.md.
+bool IsQuorum(const std::set<MemberId>& here, const MemberList& list,
+              const std::set<MemberId>& dead);
 
 }  // namespace farandole

@@ -21,12 +21,12 @@ LAYERS = ["core", "ops", "coordinator", "bindings", "examples"]
 #: interfaces of planes and devices, what the CPU planes share, and the planes; in `ops/gpu` the plane
 #: with the interface of its backends, and the backends; in `ops/p2p` the plane, and its links.
 INNER_LAYERS = {
-    "coordinator": [{"protocol"}, {"control"}, {"liveness"}, {"engine"}, {"diagnosis", "gradients"}, {"job"}],
+    "coordinator": [{"protocol", "membership"}, {"control"}, {"liveness"}, {"engine"}, {"diagnosis", "gradients"}, {"job"}],
     "ops": [{""}, {"cpu"}, {"shm", "p2p", "hierarchical", "gpu"}],
     "ops/gpu": [{""}, {"cuda", "nccl"}],
     "ops/p2p": [{""}, {"mpi", "tcp"}],
 }
-LEVELLED = ("core/", "coordinator/protocol/", "coordinator/control/", "coordinator/diagnosis/")
+LEVELLED = ("core/", "coordinator/protocol/", "coordinator/membership/", "coordinator/control/", "coordinator/diagnosis/")
 TOP_LEVEL = {
     "CMakeLists.txt", "core", "coordinator", "ops", "bindings", "examples", "test", "setup.py",
     "README.md", "pyproject.toml", "LICENSE", "CHANGELOG.md", "docs", "findings",
@@ -191,7 +191,7 @@ REFUSED_WORDS = {
     r"[Hh]omes?(?!/| director)": "default device",
     r"[A-Z]\w+(?:Over|Passed)": "complete",
     r"place_of|place_|[A-Z]\w+Place": "device",
-    r"struct Member|[Gg]roup members?|[Mm]embers? of (?:a|the) (?:key|group)(?!')": "tensor",
+    r"[Gg]roup members?|[Mm]embers? of (?:a|the) (?:key|group)(?!')": "tensor",
     r"[Pp]art of the (?:rows|sum|mean)|(?:[Uu]n)?equal parts": "split, slice",
     r"[Ss]entences?": "error message",
     r"(?:Settle|Emit|Deliver|Tell)[A-Z]\w*": "FlushOutgoing, Broadcast, Dispatch, Notify",
