@@ -24,8 +24,8 @@ struct InitOptions {
   std::string address;
   std::shared_ptr<Store> store;  ///< Instead of an address; nullptr: none.
   bool apart = false;  ///< No launcher is asked: the job may be one of some of a launcher's ranks.
-  double timeout_s = 0;   ///< The job's Config::stall_shutdown_s where the environment has none.
-  bool in_order = false;  ///< See NegotiationOptions::in_order.
+  double timeout_s = 0;     ///< The job's Config::stall_shutdown_s where the environment has none.
+  bool in_order = false;    ///< See NegotiationOptions::in_order.
   bool is_elastic = false;  ///< Config::is_elastic is true, whatever the environment says.
   std::string members;      ///< Config::members, if it is not empty.
 };

@@ -206,9 +206,9 @@ typedef struct farandole_init_options {
   /** 1: the job is elastic, as by FARANDOLE_ELASTIC=1: see farandole_reinit. The same on all ranks.
    */
   int is_elastic;
-  /** Where ranks of a running elastic job listen, "host:port,..." as farandole_members says it: this
-   * process asks them to be let in, and takes the rank that they give it. FARANDOLE_MEMBERS; NULL:
-   * as that says. */
+  /** Where ranks of a running elastic job listen, "host:port,..." as farandole_members says it:
+   * this process asks them to be let in, and takes the rank that they give it. FARANDOLE_MEMBERS;
+   * NULL: as that says. */
   const char* members;
 } farandole_init_options;
 /** The default options. */
@@ -247,10 +247,10 @@ typedef struct farandole_reinit_options {
  * is completed if they call this within 2 s of each other.
  *
  * *next NULL begins. PENDING, after options->timeout_s (options NULL: no limit): call it again with
- * the same arguments; or, with *next not NULL, farandole_release(*next) gives up and leaves the job.
- * Errors: HALTED, with the reason, if others may go on without this process; INVALID_ARGUMENT for
- * a job that is not elastic, or over MPI, or in one process. After an error *next is NULL and this
- * process has left the job. */
+ * the same arguments; or, with *next not NULL, farandole_release(*next) gives up and leaves the
+ * job. Errors: HALTED, with the reason, if others may go on without this process; INVALID_ARGUMENT
+ * for a job that is not elastic, or over MPI, or in one process. After an error *next is NULL and
+ * this process has left the job. */
 FARANDOLE_API int farandole_reinit(farandole_context* old, const farandole_reinit_options* options,
                                    farandole_context** next);
 /** Which generation of the job this is: 1, then growing numbers, alike on all ranks. */
@@ -266,11 +266,11 @@ FARANDOLE_API int farandole_members(const farandole_context* context, const char
 FARANDOLE_API int farandole_init_in_process(int size, farandole_context** out);
 /** Leaves the job: waits until every rank has left, as long as the other ranks live, then stops the
  * threads. An elastic job goes on: within 4 s this rank is out, and the others' operations return
- * ABORTED, which says so. Pending work ends with ABORTED. Idempotent. If a thread hangs inside a library for
- * FARANDOLE_SHUTDOWN_TIMEOUT_S, it is left behind and the result is TIMEOUT: tensors are not
- * touched any more even if that thread returns, and farandole_release frees nothing. If a process
- * returns 0 from main, or calls exit(0), without this, an exit handler of the library shuts it
- * down. Errors: the one that ended the job, unless an operation, a work, gradients or
+ * ABORTED, which says so. Pending work ends with ABORTED. Idempotent. If a thread hangs inside a
+ * library for FARANDOLE_SHUTDOWN_TIMEOUT_S, it is left behind and the result is TIMEOUT: tensors
+ * are not touched any more even if that thread returns, and farandole_release frees nothing. If a
+ * process returns 0 from main, or calls exit(0), without this, an exit handler of the library shuts
+ * it down. Errors: the one that ended the job, unless an operation, a work, gradients or
  * farandole_check has returned it already. */
 FARANDOLE_API int farandole_shutdown(farandole_context* context);
 /** farandole_shutdown in slices: begins or continues to leave for up to `timeout_s` (< 0: no

@@ -86,17 +86,17 @@ class TcpNetwork final : public Network {
   }
 
   Result<std::shared_ptr<StreamHub>> MakeHub(const LinkOptions& options) const {
-    Result<std::unique_ptr<StreamHub>> hub =
-        StreamHub::Create({.party = {.key = key_, .job = JobTag(options_.job), .rank = options_.rank},
-                           .size = options_.size,
-                           .streams = options_.streams,
-                           .connect_timeout_ns = options.timeout_ns,
-                           .patience_ns = options_.patience_ns,
-                           .stop = options_.stop,
-                           .clock = options_.clock,
-                           .log = options_.log,
-                           .doorbell = options.doorbell,
-                           .liveness = options.liveness});
+    Result<std::unique_ptr<StreamHub>> hub = StreamHub::Create(
+        {.party = {.key = key_, .job = JobTag(options_.job), .rank = options_.rank},
+         .size = options_.size,
+         .streams = options_.streams,
+         .connect_timeout_ns = options.timeout_ns,
+         .patience_ns = options_.patience_ns,
+         .stop = options_.stop,
+         .clock = options_.clock,
+         .log = options_.log,
+         .doorbell = options.doorbell,
+         .liveness = options.liveness});
     if (!hub.ok()) return hub.status();
     return std::shared_ptr<StreamHub>(std::move(hub.value()));
   }

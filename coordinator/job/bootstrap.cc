@@ -17,9 +17,9 @@
 #include "coordinator/control/host_transport.h"
 #include "coordinator/control/in_process.h"
 #include "coordinator/control/tcp_network.h"
-#include "coordinator/job/member_messages.h"
 #include "coordinator/job/world.h"
 #include "coordinator/liveness/listen_beside.h"
+#include "coordinator/membership/encoding.h"
 #include "core/futex.h"
 #include "ops/cpu/kernels.h"
 #include "ops/p2p/plane.h"
@@ -442,11 +442,10 @@ Result<Network*> Bootstrap::StartMpi() {
 
 Result<Network*> Bootstrap::StartTcp() {
   Result<std::string> key = launcher_.key;
-  if (launcher_.key.empty())
-    key = World::Get().Key(launcher_, deadline_ns_, stop_.get_token());
+  if (launcher_.key.empty()) key = World::Get().Key(launcher_, deadline_ns_, stop_.get_token());
   if (!key.ok()) return key.status();
-  Result<int> socket =
-      launcher_.listener != nullptr ? launcher_.listener->Release() : World::Get().Listener(launcher_);
+  Result<int> socket = launcher_.listener != nullptr ? launcher_.listener->Release()
+                                                     : World::Get().Listener(launcher_);
   if (!socket.ok()) return socket.status();
   std::shared_ptr<Store> store = store_;
   if (!launcher_.folder.empty()) {
@@ -526,12 +525,12 @@ Status Bootstrap::MeetMembers() {
   if (!service.ok()) return service.status();
   made.service = std::move(service).value();
   Result<std::vector<std::string>> texts =
-      made.transport->Allgather(EncodeMember(made.service->self()), TimeLeftNs());
+      made.transport->Allgather(EncodeMembership({.sender = made.service->self()}), TimeLeftNs());
   if (!texts.ok()) return texts.status();
   for (const std::string& text : texts.value()) {
-    Result<Member> member = DecodeMember(TextBytes(text));
-    if (!member.ok()) return member.status();
-    made.first.members.push_back(std::move(member).value());
+    Result<MembershipMessage> message = DecodeMembership(TextBytes(text));
+    if (!message.ok()) return message.status();
+    made.first.members.push_back(std::move(message.value().sender));
   }
   made.first.generation = {1, made.first.members.front().id};
   return {};

@@ -210,9 +210,7 @@ Result<bool> Generation::JoinedAt(MemberPlace& place, int64_t until_ns) {
 
 RunningGeneration Generation::Running() {
   return {[this](const Status& why) { joined_->liveness->NoteAgreed(why); },
-          [this] {
-            return engine_->lifecycle().failed() || engine_->lifecycle().is_shut_down();
-          },
+          [this] { return engine_->lifecycle().failed() || engine_->lifecycle().is_shut_down(); },
           [this] { return FindLosses(); }};
 }
 

@@ -35,8 +35,8 @@ class Generation {
   /// The rank that the launcher and `init` say; see farandole_init. Only Joined and Shutdown may be
   /// called before Joined said true.
   static Result<std::unique_ptr<Generation>> Begin(const InitOptions& init);
-  /// That of an elastic job after `ended`, for which EndForNext has said true: its members agree who
-  /// they are, and Joined then gives Halted if this process is not among them, for good.
+  /// That of an elastic job after `ended`, for which EndForNext has said true: its members agree
+  /// who they are, and Joined then gives Halted if this process is not among them, for good.
   /// @return InvalidArgument for a job that is not elastic, or that this process has left.
   static Result<std::unique_ptr<Generation>> BeginNext(Generation& ended);
   /// Waits up to `timeout_ns` (< 0: no limit) until all ranks have joined, then starts the engine.
@@ -141,9 +141,9 @@ class Generation {
   // Of an elastic job. The last generation of the process in it has the service.
   std::shared_ptr<MemberService> service_;
   MemberList list_;
-  std::optional<MemberPlace> place_;  // where it joins
-  int64_t let_in_by_ns_ = kNever;     // of a newcomer
-  int64_t leave_by_ns_ = 0;           // 0: it has not begun to leave
+  std::optional<MemberPlace> place_;   // where it joins
+  int64_t let_in_by_ns_ = kNever;      // of a newcomer
+  int64_t leave_by_ns_ = 0;            // 0: it has not begun to leave
   std::atomic<uint64_t> ended_at_{0};  // World::generations then; 0: it has not
   std::atomic<bool> has_told_{false};
   std::atomic<int64_t> handles_{0};

@@ -21,7 +21,6 @@ constexpr int64_t kAnswerNs = 2 * kNsPerSecond;  // for a message, or a stranger
 constexpr int64_t kPauseNs = 100 * kNsPerMs;
 constexpr uint32_t kMostTextBytes = uint32_t{16} << 20;
 
-
 /// Numeric ones; what is none is left out.
 std::vector<SocketAddress> AddressesOf(std::string_view texts) {
   std::vector<SocketAddress> all;
@@ -270,10 +269,10 @@ void MemberMail::Settle(Outgoing& outgoing) {
   const bool is_other = connection.taken == std::optional(false);
   outgoing.is_gone = outgoing.is_gone && (connection.error == ECONNREFUSED || is_other);
   if (outgoing.next <= outgoing.where.size()) {
-    const std::string why = is_other                     ? "another process listens there"
-                            : refusal != Refusal::kNone  ? Describe(refusal)
-                            : connection.error == 0      ? "the connection was closed"
-                                                         : std::strerror(connection.error);
+    const std::string why = is_other                    ? "another process listens there"
+                            : refusal != Refusal::kNone ? Describe(refusal)
+                            : connection.error == 0     ? "the connection was closed"
+                                                        : std::strerror(connection.error);
     outgoing.error += (outgoing.error.empty() ? "" : "; ") +
                       outgoing.where[outgoing.next - 1].ToString() + ": " + why;
   }

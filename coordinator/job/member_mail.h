@@ -64,11 +64,11 @@ class MemberMail {
   struct Outgoing {
     Member to = {};
     std::vector<SocketAddress> where = {};
-    size_t next = 0;             // address
-    bool is_gone = true;         // every address so far says so
-    std::string error = {};      // of them
+    size_t next = 0;         // address
+    bool is_gone = true;     // every address so far says so
+    std::string error = {};  // of them
     std::deque<std::string> texts = {};
-    std::unique_ptr<Connection> connection = {};
+    std::unique_ptr<Connection> connection;
   };
 
   MemberMail(const Party& party, MemberId self, Listening listening);
@@ -85,8 +85,8 @@ class MemberMail {
   const Party party_;
   const MemberId self_;
   const Listening listening_;
-  int wake_ = -1;  // eventfd
-  int64_t accept_at_ns_ = 0;  // paused until then, for want of descriptors
+  int wake_ = -1;                                      // eventfd
+  int64_t accept_at_ns_ = 0;                           // paused until then, for want of descriptors
   std::vector<std::unique_ptr<Connection>> incoming_;  // oldest first
   /// With at least one message each; by id, or of an id that is not known by address.
   std::map<std::pair<MemberId, std::string>, Outgoing> outgoing_;

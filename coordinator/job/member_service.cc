@@ -8,8 +8,8 @@
 #include <utility>
 
 #include "coordinator/control/rendezvous.h"
-#include "coordinator/job/member_messages.h"
 #include "coordinator/job/world.h"
+#include "coordinator/membership/encoding.h"
 #include "core/clock.h"
 
 namespace farandole {
@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t kLeaveNs = 2 * kNsPerSecond;
 constexpr int64_t kPingNs = 100 * kNsPerMs;
-constexpr size_t kPingsAtOnce = 32;           // of more members each takes longer
+constexpr size_t kPingsAtOnce = 32;      // of more members each takes longer
 constexpr int64_t kEndingNs = kNsPerMs;  // how often an engine that is to end is asked
 
 std::string InOneText(const std::vector<SocketAddress>& addresses) {
@@ -171,8 +171,8 @@ void MemberService::Take(const MemberMail::Event& event) {
         const Result<MembershipMessage> message = DecodeMembership(rest);
         if (message.ok()) machine_->Received(message.value());
       } else if (text[0] == static_cast<char>(Text::kLeave)) {
-        const Result<Member> member = DecodeMember(rest);
-        if (member.ok()) machine_->Died({member.value().id});
+        const Result<MembershipMessage> left = DecodeMembership(rest);
+        if (left.ok()) machine_->Died({left.value().sender.id});
       }
       return;
     }
@@ -193,8 +193,8 @@ void MemberService::Perform() {
   for (MembershipAction& action : machine_->TakeActions()) {
     switch (action.kind) {
       case MembershipAction::Kind::kSend:
-        outbox_.emplace_back(action.to, static_cast<char>(Text::kMembership) +
-                                            EncodeMembership(action.message));
+        outbox_.emplace_back(
+            action.to, static_cast<char>(Text::kMembership) + EncodeMembership(action.message));
         break;
       case MembershipAction::Kind::kOpen:
         Open();
@@ -338,7 +338,8 @@ void MemberService::Leave() {
   if (machine_ && halted_.empty()) {
     for (const Member& member : machine_->started().members) {
       if (member.id == self_.id) continue;
-      outbox_.emplace_back(member, static_cast<char>(Text::kLeave) + EncodeMember(self_));
+      outbox_.emplace_back(member,
+                           static_cast<char>(Text::kLeave) + EncodeMembership({.sender = self_}));
     }
   }
   machine_.reset();

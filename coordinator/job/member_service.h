@@ -61,11 +61,11 @@ struct MemberPlace {
 class MemberService {
  public:
   struct Options {
-    std::string key;  ///< The job's, 32 bytes.
-    std::string job;  ///< Its name.
+    std::string key;                        ///< The job's, 32 bytes.
+    std::string job;                        ///< Its name.
     std::vector<SocketAddress> where = {};  ///< Where it listens: the ports are chosen.
     bool is_anywhere = false;  ///< Those are all addresses of this host, not only chosen ones.
-    int64_t silence_ns = 0;                 ///< See MembershipOptions.
+    int64_t silence_ns = 0;    ///< See MembershipOptions.
     int64_t join_ns = 0;
   };
 
@@ -127,8 +127,8 @@ class MemberService {
   std::condition_variable changed_;
   std::optional<Membership> machine_;
   RunningGeneration running_;
-  bool is_ending_ = false;   // the engine has been told to end
-  bool has_ended_ = false;   // the machine knows that the generation has ended
+  bool is_ending_ = false;              // the engine has been told to end
+  bool has_ended_ = false;              // the machine knows that the generation has ended
   std::shared_ptr<Listener> listener_;  // of the last kOpen
   std::optional<MemberPlace> place_;
   bool is_taken_ = false;  // somebody joins there
