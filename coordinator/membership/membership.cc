@@ -183,10 +183,7 @@ void Membership::Received(const MembershipMessage& message) {
 }
 
 void Membership::Unreachable(const Member& to) {
-  if (to.id == 0) {
-    ask_failed_ = true;
-    return;
-  }
+  if (to.id == 0) return;  // the next ask goes to another one
   unreachable_[to.id] = now_ns_ + options_.silence_ns;
   const bool is_mine = proposal_.proposal.generation == joining_.generation;
   if (phase_ == Phase::kJoining && is_mine && Find(joining_, to.id) != nullptr) GiveUpJoin();
@@ -199,7 +196,7 @@ std::optional<int64_t> Membership::NextTimer() const {
   std::vector<int64_t> times;
   if (phase_ == Phase::kJoining && !end_asked_) times = {join_until_ns_};
   if (IsGathering()) {
-    times = {report_ns_, gather_ns_ + options_.silence_ns, hope_ns_ + options_.halt_ns,
+    times = {report_ns_, probe_ns_, gather_ns_ + options_.silence_ns, hope_ns_ + options_.halt_ns,
              back_off_ns_};
     if (IsNewcomer()) times.push_back(ask_ns_);
     for (const auto& [id, until_ns] : unreachable_) times.push_back(until_ns);
@@ -296,6 +293,7 @@ void Membership::Send(const Member& to, MembershipMessage message) {
 void Membership::BeginGathering() {
   phase_ = Phase::kGathering;
   gather_ns_ = report_ns_ = now_ns_;
+  probe_ns_ = now_ns_ + options_.silence_ns / 2;
   reported_to_ = 0;
 }
 
@@ -390,13 +388,17 @@ void Membership::OnRefusal(const MembershipMessage& message) {
   if (is_joined) GiveUpJoin();
 }
 
-/// Rank 0 keeps a newcomer until the generation ends; who leads then takes it in.
+/// Rank 0 keeps a newcomer until the generation ends; who leads then takes it in. Until then it is
+/// told that the job lives.
 void Membership::OnAsk(const MembershipMessage& message) {
   const MemberId sender = message.sender.id;
   if (Find(started_, sender) != nullptr) return;
   std::optional<Member> keeper;
   if (IsGathering() && !IsNewcomer()) keeper = Leader();
-  if (phase_ == Phase::kRunning) keeper = started_.members.front();
+  if (phase_ == Phase::kRunning) {
+    keeper = started_.members.front();
+    Send(message.sender, Say(Kind::kGoneOn));
+  }
   if (!keeper) return;  // it asks again
   if (keeper->id != options_.self.id) {
     MembershipMessage passed_on = message;
@@ -427,15 +429,27 @@ void Membership::Advance() {
     report_ns_ = now_ns_ + options_.silence_ns / 4;
     Send(*leader, Say(Kind::kReport));
   }
+  if (IsGathering() && now_ns_ >= probe_ns_) Probe();
   if (IsGathering() && now_ns_ - hope_ns_ >= options_.halt_ns) HaltAsMinority();
 }
 
-/// That the last ask could be delivered says that the job lives.
+/// Whom it could not reach it tries again: halves that meet again join, or the one that was left
+/// out is told.
+void Membership::Probe() {
+  probe_ns_ = now_ns_ + options_.silence_ns / 2;
+  for (const Member& member : started_.members) {
+    const bool is_missing = IsSuspect(member.id) && !dead_.contains(member.id);
+    if (is_missing && !IsNewcomer()) Send(member, Say(Kind::kReport));
+  }
+}
+
+/// Those at the addresses that it was given, and whom they have named, in turn.
 void Membership::AskForEntry() {
-  if (!std::exchange(ask_failed_, false)) hope_ns_ = ended_ns_ = now_ns_;
   ask_ns_ = now_ns_ + options_.silence_ns / 4;
-  if (addresses_.empty()) return;
-  Send({.address = addresses_[next_address_++ % addresses_.size()]}, Say(Kind::kAsk));
+  std::vector<std::string> addresses = addresses_;
+  for (const Member& member : started_.members) addresses.push_back(member.address);
+  if (addresses.empty()) return;
+  Send({.address = addresses[next_address_++ % addresses.size()]}, Say(Kind::kAsk));
 }
 
 /// The lowest member of the newest list of which this process is sure to be a member, else of the
@@ -504,10 +518,11 @@ std::set<MemberId> Membership::Reachable(const Basis& basis) const {
   const auto consider = [&](const MemberList& list) {
     for (const Member& member : list.members) {
       const MemberId id = member.id;
+      if (!basis.here.contains(id)) continue;
       const bool is_reachable = std::ranges::none_of(kept, [&](MemberId other) {
         return id == other || suspects(id, other) || suspects(other, id);
       });
-      if (basis.here.contains(id) && is_reachable) kept.push_back(id);
+      if (is_reachable) kept.push_back(id);
     }
   };
   consider(basis.started);

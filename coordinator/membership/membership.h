@@ -47,7 +47,7 @@ struct MembershipMessage {
     kProposal = 2,  ///< The leader to all in `proposal`.
     kRefusal = 3,   ///< To a leader: this process has accepted something else since its report.
     kAsk = 4,       ///< A newcomer, `sender`, asks to be let in; passed on to rank 0.
-    kGoneOn = 5,    ///< To one who is not in it any more: `started` went on without him.
+    kGoneOn = 5,    ///< To one who is not in it, any more or yet: `started` goes on without him.
   };
   Kind kind = Kind::kReport;
   Member sender = {};
@@ -178,6 +178,7 @@ class Membership {
 
   void Advance();
   void AskForEntry();
+  void Probe();
   std::optional<Member> Leader() const;
   Basis Collect() const;
   bool IsAwaiting(const Basis& basis) const;
@@ -207,6 +208,7 @@ class Membership {
   std::vector<Ask> asks_;                          // in the order in which they came first
   MemberId reported_to_ = 0;
   int64_t report_ns_ = 0;    // when to report next
+  int64_t probe_ns_ = 0;     // when to try suspects again
   int64_t gather_ns_ = 0;    // when the gathering began
   int64_t ended_ns_ = 0;     // when the last generation ended
   int64_t hope_ns_ = 0;      // when a quorum, or a member, was last seen
@@ -214,7 +216,6 @@ class Membership {
   int failures_ = 0;         // joins since the last start that failed
   size_t next_address_ = 0;
   int64_t ask_ns_ = 0;  // when to ask next
-  bool ask_failed_ = true;
 
   MembershipMessage proposal_;  // the one that is joined, if this process made it
   MemberList joining_;
