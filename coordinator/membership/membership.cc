@@ -24,13 +24,15 @@ int RankIn(const MemberList& list, MemberId id) {
   return found == list.members.end() ? -1 : static_cast<int>(found - list.members.begin());
 }
 
-bool Votes(const MemberList& list, MemberId id) {
-  return Find(list, id) != nullptr && !list.without_vote.contains(id);
+bool Votes(const MemberList& list, MemberId id, bool newcomers_vote) {
+  return Find(list, id) != nullptr && !list.without_vote.contains(id) &&
+         (newcomers_vote || !list.newcomers.contains(id));
 }
 
 /// Quorums of the two are the same.
 bool IsAlike(const MemberList& a, const MemberList& b) {
-  return a.members == b.members && a.left_out == b.left_out && a.without_vote == b.without_vote;
+  return a.members == b.members && a.left_out == b.left_out && a.newcomers == b.newcomers &&
+         a.without_vote == b.without_vote;
 }
 
 /// Drops lists that are not newer than `started`, and of lists that are alike all but the newest.
@@ -70,11 +72,11 @@ std::string Ranks(size_t count) {
 // Without the second way a generation of which all but one were killed could not go on. With a
 // majority of those that live instead of it, dead members of a newer list would help the older one.
 bool IsQuorum(const std::set<MemberId>& here, const MemberList& list,
-              const std::set<MemberId>& dead) {
+              const std::set<MemberId>& dead, bool newcomers_vote) {
   int voters = 0, present = 0, lost = 0;
   bool holds_first = false;
   for (const Member& member : list.members) {
-    if (list.without_vote.contains(member.id)) continue;
+    if (!Votes(list, member.id, newcomers_vote)) continue;
     const bool is_here = here.contains(member.id);
     if (voters++ == 0) holds_first = is_here;
     present += is_here ? 1 : 0;
@@ -88,6 +90,7 @@ Membership::Membership(MembershipOptions options, MemberList started)
     : options_(std::move(options)),
       phase_(Phase::kRunning),
       started_(std::move(started)),
+      has_computed_(true),
       accepted_(started_.generation),
       seen_number_(started_.generation.number),
       random_(options_.seed) {}
@@ -136,7 +139,7 @@ void Membership::Joined(const GenerationNumber& generation, bool ok, const std::
   if (phase_ != Phase::kJoining || generation != joining_.generation) return;
   AddFacts(dead, suspects);
   if (ok) {
-    SetStarted(joining_);
+    SetStarted(joining_, false);
     suspects_.clear();
     unreachable_.clear();
     failures_ = 0;
@@ -156,12 +159,16 @@ void Membership::Joined(const GenerationNumber& generation, bool ok, const std::
   Advance();
 }
 
+void Membership::Computed(const GenerationNumber& generation) {
+  if (generation == started_.generation) has_computed_ = true;
+}
+
 void Membership::Received(const MembershipMessage& message) {
   if (phase_ == Phase::kHalted || message.sender.id == options_.self.id) return;
   NoteNumbers(message);
   AddFacts(message.dead, {});
   suspects_.erase(message.sender.id);
-  if (message.kind != Kind::kProposal) Learn(message.started);  // that of a proposal: in Accept
+  if (message.kind != Kind::kProposal) Learn(message);  // that of a proposal: in Accept
   if (phase_ == Phase::kHalted) return;
   switch (message.kind) {
     case Kind::kReport:
@@ -242,11 +249,13 @@ void Membership::NoteNumbers(const MembershipMessage& message) {
 
 /// A list that others know to have started. Whoever is in it has accepted it, or it could not have
 /// started; so who has not, and is in an older one, has been left out.
-void Membership::Learn(const MemberList& started) {
+void Membership::Learn(const MembershipMessage& message) {
+  const MemberList& started = message.started;
+  if (started.generation == started_.generation) has_computed_ |= message.has_computed;
   if (started.generation <= started_.generation) return;
   const bool is_member = Find(started, options_.self.id) != nullptr;
   if (is_member || IsNewcomer()) {
-    if (IsGathering()) SetStarted(started);
+    if (IsGathering()) SetStarted(started, message.has_computed);
   } else if (accepted_ < started.generation) {
     Halt("the job has gone on without this process: its generation " +
          std::to_string(started.generation.number) + " of " + Ranks(started.members.size()) +
@@ -255,8 +264,9 @@ void Membership::Learn(const MemberList& started) {
 }
 
 /// Also forgets the ends of those that no list names any more.
-void Membership::SetStarted(const MemberList& started) {
+void Membership::SetStarted(const MemberList& started, bool has_computed) {
   started_ = started;
+  has_computed_ = has_computed;
   Tidy(pending_, started_.generation);
   std::erase_if(dead_, [&](MemberId id) {
     const auto names = [&](const MemberList& list) {
@@ -275,6 +285,7 @@ MembershipMessage Membership::Say(Kind kind) const {
   MembershipMessage message = {.kind = kind,
                                .sender = options_.self,
                                .started = started_,
+                               .has_computed = has_computed_,
                                .pending = pending_,
                                .accepted = accepted_,
                                .dead = dead_,
@@ -421,10 +432,17 @@ void Membership::Advance() {
   if (phase_ == Phase::kJoining && now_ns_ >= join_until_ns_) GiveUpJoin();
   if (!IsGathering()) return;
   if (IsNewcomer() && now_ns_ >= ask_ns_) AskForEntry();
-  const std::optional<Member> leader = Leader();
+  std::optional<Member> leader = Leader();
+  const bool is_overdue = now_ns_ - reported_since_ns_ >= 2 * options_.silence_ns;
+  if (leader && leader->id == reported_to_ && is_overdue) {  // others may not reach it
+    unreachable_[leader->id] = now_ns_ + 2 * options_.silence_ns;
+    leader = Leader();
+  }
   if (leader && leader->id == options_.self.id) {
+    reported_to_ = 0;
     TryToLead();
   } else if (leader && (leader->id != reported_to_ || now_ns_ >= report_ns_)) {
+    if (leader->id != reported_to_) reported_since_ns_ = now_ns_;
     reported_to_ = leader->id;
     report_ns_ = now_ns_ + options_.silence_ns / 4;
     Send(*leader, Say(Kind::kReport));
@@ -475,9 +493,17 @@ const MembershipMessage& Membership::MessageOf(MemberId id) const {
 }
 
 Membership::Basis Membership::Collect() const {
-  Basis basis = {.started = started_, .pending = pending_, .here = {options_.self.id}};
+  Basis basis = {.started = started_,
+                 .has_computed = has_computed_,
+                 .pending = pending_,
+                 .here = {options_.self.id}};
   for (const auto& [id, report] : reports_) {
-    if (report.started.generation > basis.started.generation) basis.started = report.started;
+    if (report.started.generation > basis.started.generation) {
+      basis.started = report.started;
+      basis.has_computed = false;
+    }
+    const bool is_same = report.started.generation == basis.started.generation;
+    basis.has_computed |= is_same && report.has_computed;
     basis.pending.insert(basis.pending.end(), report.pending.begin(), report.pending.end());
   }
   Tidy(basis.pending, basis.started.generation);
@@ -503,10 +529,14 @@ bool Membership::IsAwaiting(const Basis& basis) const {
   return awaits(basis.started) || std::ranges::any_of(basis.pending, awaits);
 }
 
+/// Who has a vote in the newest list that has started depends on whether it has computed. Before
+/// that both answers hold, as others may know less, or more.
 bool Membership::HasQuorum(const std::set<MemberId>& here, const Basis& basis) const {
-  return IsQuorum(here, basis.started, dead_) &&
-         std::ranges::all_of(basis.pending,
-                             [&](const MemberList& list) { return IsQuorum(here, list, dead_); });
+  return IsQuorum(here, basis.started, dead_, true) &&
+         (basis.has_computed || IsQuorum(here, basis.started, dead_, false)) &&
+         std::ranges::all_of(basis.pending, [&](const MemberList& list) {
+           return IsQuorum(here, list, dead_, false);
+         });
 }
 
 /// Of two that can't reach one another the lower rank, as no join succeeds with both.
@@ -552,15 +582,17 @@ std::optional<MemberList> Membership::MakeList(const Basis& basis) const {
   std::set<MemberId> here = Reachable(basis);
   if (!HasQuorum(here, basis)) here = basis.here;
   if (!HasQuorum(here, basis)) return std::nullopt;
-  std::vector<MemberList> lists = {basis.started};
-  lists.insert(lists.end(), basis.pending.begin(), basis.pending.end());
+  std::vector<MemberList> lists = basis.pending;
+  lists.insert(lists.begin(), basis.started);
   MemberList next;
   for (const MemberList& list : lists) {
     next.left_out.insert(list.left_out.begin(), list.left_out.end());
     for (const Member& member : list.members) {
       const bool is_in = Find(next, member.id) != nullptr;
       if (here.contains(member.id) && !is_in) next.members.push_back(member);
-      if (!here.contains(member.id) && Votes(list, member.id)) next.left_out.insert(member.id);
+      if (!here.contains(member.id) && Votes(list, member.id, true)) {
+        next.left_out.insert(member.id);
+      }
     }
   }
   AddNewcomers(basis, next.members);
@@ -570,15 +602,23 @@ std::optional<MemberList> Membership::MakeList(const Basis& basis) const {
     return member.id == options_.self.id;  // others are lower in a list that this one leads by
   });
   GroupByHost(next.members);
-  // Who is left out may go on once all voters are dead, so voters must be dead for him, too: those
-  // of every list.
-  for (const Member& member : next.members) {
-    const auto votes = [&](const MemberList& list) { return Votes(list, member.id); };
-    if (next.left_out.empty() || std::ranges::all_of(lists, votes)) continue;
-    next.without_vote.insert(member.id);
-  }
-  if (next.without_vote.size() == next.members.size()) return std::nullopt;
+  if (!GiveVotes(basis, next)) return std::nullopt;
   return next;
+}
+
+/// Who is left out may go on from one of the lists once all others that vote in it are dead. Then
+/// voters of the next list must be dead, too: they are those that vote in each of these lists.
+/// @return whether there are any.
+bool Membership::GiveVotes(const Basis& basis, MemberList& next) const {
+  std::set<MemberId>& others = next.left_out.empty() ? next.newcomers : next.without_vote;
+  for (const Member& member : next.members) {
+    const bool votes = Votes(basis.started, member.id, basis.has_computed) &&
+                       std::ranges::all_of(basis.pending, [&](const MemberList& list) {
+                         return Votes(list, member.id, false);
+                       });
+    if (!votes) others.insert(member.id);
+  }
+  return others.size() < next.members.size();
 }
 
 void Membership::TryToLead() {
@@ -600,6 +640,7 @@ void Membership::Propose(const std::string& root) {
   next->root = root;
   MembershipMessage message = Say(Kind::kProposal);
   message.started = basis.started;
+  message.has_computed = basis.has_computed;
   message.pending = basis.pending;
   for (const Member& member : next->members) {
     const bool is_self = member.id == options_.self.id;
@@ -616,7 +657,9 @@ void Membership::Propose(const std::string& root) {
 /// From here on the list may start, here or elsewhere, and whoever goes on needs a quorum of it.
 void Membership::Accept(const MembershipMessage& message) {
   const MemberList& list = message.proposal;
-  if (message.started.generation > started_.generation) SetStarted(message.started);
+  if (message.started.generation > started_.generation) {
+    SetStarted(message.started, message.has_computed);
+  }
   accepted_ = list.generation;
   seen_number_ = std::max(seen_number_, accepted_.number);
   AddPending(message.pending);

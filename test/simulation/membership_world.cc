@@ -69,20 +69,22 @@ std::optional<std::string> MembershipWorld::Run() {
 
 void MembershipWorld::Fail(const std::string& what) {
   if (failure_) return;
-  failure_ = "seed " + std::to_string(seed_) + ", " + std::to_string(now_ / 1'000'000) +
-             " ms: " + what;
+  failure_ =
+      "seed " + std::to_string(seed_) + ", " + std::to_string(now_ / 1'000'000) + " ms: " + what;
 }
 
 std::string MembershipWorld::Describe(const MemberList& list) const {
   std::string text = std::to_string(list.generation.number) + "." +
                      std::to_string(list.generation.proposer) + " {";
   for (const Member& member : list.members) {
-    text += " " + std::to_string(member.id) + (list.without_vote.contains(member.id) ? "-" : "");
+    text += " " + std::to_string(member.id) + (list.without_vote.contains(member.id) ? "-" : "") +
+            (list.newcomers.contains(member.id) ? "+" : "");
   }
   return text + " }";
 }
 
-// --- Time and network -----------------------------------------------------------------------------
+// --- Time and network
+// -----------------------------------------------------------------------------
 
 void MembershipWorld::At(int64_t time, std::function<void()> what) {
   events_.push({time, ++order_, std::move(what)});
@@ -99,9 +101,8 @@ bool MembershipWorld::Reaches(int from, int to) {
 
 bool MembershipWorld::AreConnected(const MemberList& list) {
   return std::ranges::all_of(list.members, [&](const Member& from) {
-    return std::ranges::all_of(list.members, [&](const Member& to) {
-      return Reaches(IndexOf(from), IndexOf(to));
-    });
+    return std::ranges::all_of(
+        list.members, [&](const Member& to) { return Reaches(IndexOf(from), IndexOf(to)); });
   });
 }
 
@@ -140,10 +141,10 @@ void MembershipWorld::Do(int index, MembershipAction& action) {
       return Send(index, action.to, action.message);
     }
     case Action::kOpen:
-      return On(index, Ms(0, 5), [this, &one] {
-        one.machine->Opened(random_.Percent(95) ? "here" : "");
-      });
-    case Action::kJoin: return BeginJoin(index, action.list);
+      return On(index, Ms(0, 5),
+                [this, &one] { one.machine->Opened(random_.Percent(95) ? "here" : ""); });
+    case Action::kJoin:
+      return BeginJoin(index, action.list);
     case Action::kEnd:
       if (one.joining) {
         const GenerationNumber generation = *one.joining;
@@ -152,7 +153,8 @@ void MembershipWorld::Do(int index, MembershipAction& action) {
         On(index, Ms(0, 20), [this, index] { Leave(index, {}, {}); });
       }
       return;
-    case Action::kHalt: return CheckHalt(index, action.text);
+    case Action::kHalt:
+      return CheckHalt(index, action.text);
   }
 }
 
@@ -167,7 +169,8 @@ void MembershipWorld::Send(int from, const Member& to, const MembershipMessage& 
                 message.accepted.proposer, Describe(message.proposal).c_str());
   }
   const bool is_lost = random_.Percent(lost_percent_);
-  const bool is_taken = Reaches(from, target) || (process(target).is_stopped && random_.Percent(50));
+  const bool is_taken =
+      Reaches(from, target) || (process(target).is_stopped && random_.Percent(50));
   const int64_t delay_ns = random_.Percent(90) ? Ms(0, 3) : Ms(0, 400);
   if (is_taken && (!is_lost || random_.Percent(50))) {
     On(target, delay_ns, [this, target, message] { process(target).machine->Received(message); });
@@ -178,7 +181,8 @@ void MembershipWorld::Send(int from, const Member& to, const MembershipMessage& 
      [this, from, to] { process(from).machine->Unreachable(to); });
 }
 
-// --- Engines --------------------------------------------------------------------------------------
+// --- Engines
+// --------------------------------------------------------------------------------------
 
 void MembershipWorld::BeginJoin(int index, const MemberList& list) {
   Process& one = process(index);
@@ -188,8 +192,9 @@ void MembershipWorld::BeginJoin(int index, const MemberList& list) {
   if (generation.list.members.empty()) generation.list = list;
   if (generation.list != list) Fail("two lists have the number of " + Describe(list));
   generation.begun.insert(index);
-  if (prints_) std::printf("%6ld ms: %d joins %s\n", long(now_ / 1'000'000), index + 1,
-                           Describe(list).c_str());
+  if (prints_)
+    std::printf("%6ld ms: %d joins %s\n", long(now_ / 1'000'000), index + 1,
+                Describe(list).c_str());
   if (generation.begun.size() == list.members.size()) DecideJoin(generation);
 }
 
@@ -314,6 +319,7 @@ void MembershipWorld::Compute(Generation& generation) {
       });
     } else {
       process(index).state = generation.state;
+      process(index).machine->Computed(number);
     }
   }
   if (is_step && !is_torn) EndGently(generation);
@@ -362,14 +368,14 @@ void MembershipWorld::EndGently(Generation& generation) {
   }
 }
 
-// --- Faults ---------------------------------------------------------------------------------------
+// --- Faults
+// ---------------------------------------------------------------------------------------
 
 void MembershipWorld::AddProcess(bool is_newcomer) {
   const auto index = static_cast<int>(processes_.size());
   const auto id = static_cast<MemberId>(index) + 1;
-  processes_.emplace_back().self = {.id = id,
-                                    .address = std::to_string(index),
-                                    .host = std::to_string(random_.Below(hosts_))};
+  processes_.emplace_back().self = {
+      .id = id, .address = std::to_string(index), .host = std::to_string(random_.Below(hosts_))};
   if (!is_newcomer) return;
   ++totals_.newcomers;
   std::vector<std::string> addresses;
@@ -393,11 +399,16 @@ void MembershipWorld::Strike() {
       }
       return;
     case 2:
-    case 3: return Stop(index);
+    case 3:
+      return Stop(index);
     case 4:
-    case 5: return Cut();
-    case 6: return AddProcess(true);
-    case 7: process(index).dies_in_sends = random_.Below(4); return;
+    case 5:
+      return Cut();
+    case 6:
+      return AddProcess(true);
+    case 7:
+      process(index).dies_in_sends = random_.Below(4);
+      return;
     case 8:
       return On(index, 0, [this, index] {
         const int other = random_.Below(static_cast<int>(processes_.size()));
@@ -485,11 +496,13 @@ void MembershipWorld::Heal() {
   fault_ns_ = now_;
 }
 
-// --- Rules ----------------------------------------------------------------------------------------
+// --- Rules
+// ----------------------------------------------------------------------------------------
 
 void MembershipWorld::CheckHalt(int index, const std::string& text) {
   Process& one = process(index);
-  if (prints_) std::printf("%6ld ms: %d halts: %s\n", long(now_ / 1'000'000), index + 1, text.c_str());
+  if (prints_)
+    std::printf("%6ld ms: %d halts: %s\n", long(now_ / 1'000'000), index + 1, text.c_str());
   ++totals_.halted;
   if (text.find("gone on") != std::string::npos) ++totals_.told;
   std::set<MemberId> connected;
@@ -498,23 +511,29 @@ void MembershipWorld::CheckHalt(int index, const std::string& text) {
     if (Reaches(index, at) && Reaches(at, index)) connected.insert(other.self.id);
   }
   one.has_halted = true;
+  if (now_ - fault_ns_ < kCalmNs) return;
   const MemberList& last = generations_[*computing_].list;
-  const bool votes = std::ranges::find(last.members, one.self) != last.members.end() &&
-                     !last.without_vote.contains(one.self.id);
-  if (now_ - fault_ns_ < kCalmNs || !votes) return;
-  const auto count = std::ranges::count_if(last.members, [&](const Member& member) {
-    return connected.contains(member.id) && !last.without_vote.contains(member.id);
-  });
-  const auto voters = static_cast<int64_t>(last.members.size() - last.without_vote.size());
-  bool is_unsure = false;  // a newer list may have started, and have other voters
+  std::set<MemberId> voters = connected;  // in all lists that the connected ones know of
   for (const auto& [number, generation] : generations_) {
-    const bool may_start = generation.begun.size() == generation.list.members.size();
-    is_unsure |= number > last.generation && may_start;
+    const MemberList& list = generation.list;
+    const auto begins = [&](int at) { return connected.contains(process(at).self.id); };
+    const bool is_known = number > last.generation && std::ranges::any_of(generation.begun, begins);
+    if (number != last.generation && !is_known) continue;
+    int count = 0, present = 0;
+    std::set<MemberId> both;
+    for (const Member& member : list.members) {
+      const bool is_new = number != last.generation && list.newcomers.contains(member.id);
+      if (is_new || list.without_vote.contains(member.id)) continue;
+      ++count;
+      present += connected.contains(member.id) ? 1 : 0;
+      if (voters.contains(member.id)) both.insert(member.id);
+    }
+    if (2 * present <= count) return;
+    voters = both;
   }
-  if (2 * count > voters && !is_unsure) {
-    Fail("process " + std::to_string(index + 1) + " halts, although " + std::to_string(count) +
-         " of " + Describe(last) + " are connected: " + text);
-  }
+  if (!voters.contains(one.self.id)) return;
+  Fail("process " + std::to_string(index + 1) + " halts, although a majority of " + Describe(last) +
+       " is connected: " + text);
 }
 
 bool MembershipWorld::IsSettled() {
