@@ -155,6 +155,11 @@ void Membership::Joined(const GenerationNumber& generation, bool ok, const std::
     }
     ++failures_;
     BeginGathering();
+    if (proposal_.proposal.generation == generation) {  // the others need not wait any longer
+      for (const Member& member : joining_.members) {
+        if (member.id != options_.self.id) Send(member, Say(Kind::kReport));
+      }
+    }
   }
   Advance();
 }
@@ -365,10 +370,9 @@ void Membership::OnReportWhileJoining(const MembershipMessage& message) {
 
 void Membership::OnReportWhileGathering(const MembershipMessage& message) {
   const MemberId sender = message.sender.id;
-  if (Find(started_, sender) == nullptr && !farandole::IsNewcomer(message)) {
-    if (message.accepted < started_.generation) Send(message.sender, Say(Kind::kGoneOn));
-    if (message.accepted < started_.generation) return;
-  }
+  const bool is_member = Find(started_, sender) != nullptr || farandole::IsNewcomer(message);
+  if (message.started.generation < started_.generation) Send(message.sender, Say(Kind::kGoneOn));
+  if (!is_member && message.accepted < started_.generation) return;
   const auto known = reports_.find(sender);
   if (known != reports_.end() && known->second.accepted > message.accepted) return;
   reports_[sender] = message;

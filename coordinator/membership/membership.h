@@ -49,7 +49,7 @@ struct MembershipMessage {
     kProposal = 2,  ///< The leader to all in `proposal`.
     kRefusal = 3,   ///< To a leader: this process has accepted something else since its report.
     kAsk = 4,       ///< A newcomer, `sender`, asks to be let in; passed on to rank 0.
-    kGoneOn = 5,    ///< To one who is not in it, any more or yet: `started` goes on without him.
+    kGoneOn = 5,    ///< To one who doesn't know of `started`, or isn't in it any more or yet.
   };
   Kind kind = Kind::kReport;
   Member sender = {};
