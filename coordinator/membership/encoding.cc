@@ -32,6 +32,7 @@ void Write(const MemberList& list, wire::MemberList& out) {
   for (const Member& member : list.members) Write(member, *out.add_members());
   out.set_root(list.root);
   Write(list.left_out, *out.mutable_left_out());
+  Write(list.newcomers, *out.mutable_newcomers());
   Write(list.without_vote, *out.mutable_without_vote());
 }
 
@@ -64,6 +65,7 @@ class Reader {
       if (!ids.insert(member.id()).second) Refuse(std::string(field) + " has a member twice");
     }
     list.left_out = Read(in.left_out());
+    list.newcomers = Read(in.newcomers());
     list.without_vote = Read(in.without_vote());
     return list;
   }
@@ -84,6 +86,7 @@ std::string EncodeMembership(const MembershipMessage& message) {
   out.set_kind(static_cast<uint32_t>(message.kind));
   Write(message.sender, *out.mutable_sender());
   Write(message.started, *out.mutable_started());
+  out.set_has_computed(message.has_computed);
   for (const MemberList& list : message.pending) Write(list, *out.add_pending());
   Write(message.accepted, *out.mutable_accepted());
   Write(message.dead, *out.mutable_dead());
@@ -115,6 +118,7 @@ Result<MembershipMessage> DecodeMembership(std::span<const std::byte> bytes) {
   MembershipMessage message = {.kind = static_cast<MembershipMessage::Kind>(in.kind()),
                                .sender = reader.ReadMember(in.sender()),
                                .started = reader.ReadList(in.started(), "started"),
+                               .has_computed = in.has_computed(),
                                .accepted = Read(in.accepted()),
                                .dead = Read(in.dead()),
                                .suspects = Read(in.suspects()),

@@ -24,13 +24,15 @@ int RankIn(const MemberList& list, MemberId id) {
   return found == list.members.end() ? -1 : static_cast<int>(found - list.members.begin());
 }
 
-bool Votes(const MemberList& list, MemberId id) {
-  return Find(list, id) != nullptr && !list.without_vote.contains(id);
+bool Votes(const MemberList& list, MemberId id, bool newcomers_vote) {
+  return Find(list, id) != nullptr && !list.without_vote.contains(id) &&
+         (newcomers_vote || !list.newcomers.contains(id));
 }
 
 /// Quorums of the two are the same.
 bool IsAlike(const MemberList& a, const MemberList& b) {
-  return a.members == b.members && a.left_out == b.left_out && a.without_vote == b.without_vote;
+  return a.members == b.members && a.left_out == b.left_out && a.newcomers == b.newcomers &&
+         a.without_vote == b.without_vote;
 }
 
 /// Drops lists that are not newer than `started`, and of lists that are alike all but the newest.
@@ -70,11 +72,11 @@ std::string Ranks(size_t count) {
 // Without the second way a generation of which all but one were killed could not go on. With a
 // majority of those that live instead of it, dead members of a newer list would help the older one.
 bool IsQuorum(const std::set<MemberId>& here, const MemberList& list,
-              const std::set<MemberId>& dead) {
+              const std::set<MemberId>& dead, bool newcomers_vote) {
   int voters = 0, present = 0, lost = 0;
   bool holds_first = false;
   for (const Member& member : list.members) {
-    if (list.without_vote.contains(member.id)) continue;
+    if (!Votes(list, member.id, newcomers_vote)) continue;
     const bool is_here = here.contains(member.id);
     if (voters++ == 0) holds_first = is_here;
     present += is_here ? 1 : 0;
@@ -88,6 +90,7 @@ Membership::Membership(MembershipOptions options, MemberList started)
     : options_(std::move(options)),
       phase_(Phase::kRunning),
       started_(std::move(started)),
+      has_computed_(true),
       accepted_(started_.generation),
       seen_number_(started_.generation.number),
       random_(options_.seed) {}
@@ -136,7 +139,7 @@ void Membership::Joined(const GenerationNumber& generation, bool ok, const std::
   if (phase_ != Phase::kJoining || generation != joining_.generation) return;
   AddFacts(dead, suspects);
   if (ok) {
-    SetStarted(joining_);
+    SetStarted(joining_, false);
     suspects_.clear();
     unreachable_.clear();
     failures_ = 0;
@@ -152,8 +155,17 @@ void Membership::Joined(const GenerationNumber& generation, bool ok, const std::
     }
     ++failures_;
     BeginGathering();
+    if (proposal_.proposal.generation == generation) {  // the others need not wait any longer
+      for (const Member& member : joining_.members) {
+        if (member.id != options_.self.id) Send(member, Say(Kind::kReport));
+      }
+    }
   }
   Advance();
+}
+
+void Membership::Computed(const GenerationNumber& generation) {
+  if (generation == started_.generation) has_computed_ = true;
 }
 
 void Membership::Received(const MembershipMessage& message) {
@@ -161,7 +173,7 @@ void Membership::Received(const MembershipMessage& message) {
   NoteNumbers(message);
   AddFacts(message.dead, {});
   suspects_.erase(message.sender.id);
-  if (message.kind != Kind::kProposal) Learn(message.started);  // that of a proposal: in Accept
+  if (message.kind != Kind::kProposal) Learn(message);  // that of a proposal: in Accept
   if (phase_ == Phase::kHalted) return;
   switch (message.kind) {
     case Kind::kReport:
@@ -183,10 +195,7 @@ void Membership::Received(const MembershipMessage& message) {
 }
 
 void Membership::Unreachable(const Member& to) {
-  if (to.id == 0) {
-    ask_failed_ = true;
-    return;
-  }
+  if (to.id == 0) return;  // the next ask goes to another one
   unreachable_[to.id] = now_ns_ + options_.silence_ns;
   const bool is_mine = proposal_.proposal.generation == joining_.generation;
   if (phase_ == Phase::kJoining && is_mine && Find(joining_, to.id) != nullptr) GiveUpJoin();
@@ -199,7 +208,7 @@ std::optional<int64_t> Membership::NextTimer() const {
   std::vector<int64_t> times;
   if (phase_ == Phase::kJoining && !end_asked_) times = {join_until_ns_};
   if (IsGathering()) {
-    times = {report_ns_, gather_ns_ + options_.silence_ns, hope_ns_ + options_.halt_ns,
+    times = {report_ns_, probe_ns_, gather_ns_ + options_.silence_ns, hope_ns_ + options_.halt_ns,
              back_off_ns_};
     if (IsNewcomer()) times.push_back(ask_ns_);
     for (const auto& [id, until_ns] : unreachable_) times.push_back(until_ns);
@@ -245,11 +254,13 @@ void Membership::NoteNumbers(const MembershipMessage& message) {
 
 /// A list that others know to have started. Whoever is in it has accepted it, or it could not have
 /// started; so who has not, and is in an older one, has been left out.
-void Membership::Learn(const MemberList& started) {
+void Membership::Learn(const MembershipMessage& message) {
+  const MemberList& started = message.started;
+  if (started.generation == started_.generation) has_computed_ |= message.has_computed;
   if (started.generation <= started_.generation) return;
   const bool is_member = Find(started, options_.self.id) != nullptr;
   if (is_member || IsNewcomer()) {
-    if (IsGathering()) SetStarted(started);
+    if (IsGathering()) SetStarted(started, message.has_computed);
   } else if (accepted_ < started.generation) {
     Halt("the job has gone on without this process: its generation " +
          std::to_string(started.generation.number) + " of " + Ranks(started.members.size()) +
@@ -258,8 +269,9 @@ void Membership::Learn(const MemberList& started) {
 }
 
 /// Also forgets the ends of those that no list names any more.
-void Membership::SetStarted(const MemberList& started) {
+void Membership::SetStarted(const MemberList& started, bool has_computed) {
   started_ = started;
+  has_computed_ = has_computed;
   Tidy(pending_, started_.generation);
   std::erase_if(dead_, [&](MemberId id) {
     const auto names = [&](const MemberList& list) {
@@ -278,6 +290,7 @@ MembershipMessage Membership::Say(Kind kind) const {
   MembershipMessage message = {.kind = kind,
                                .sender = options_.self,
                                .started = started_,
+                               .has_computed = has_computed_,
                                .pending = pending_,
                                .accepted = accepted_,
                                .dead = dead_,
@@ -296,6 +309,7 @@ void Membership::Send(const Member& to, MembershipMessage message) {
 void Membership::BeginGathering() {
   phase_ = Phase::kGathering;
   gather_ns_ = report_ns_ = now_ns_;
+  probe_ns_ = now_ns_ + options_.silence_ns / 2;
   reported_to_ = 0;
 }
 
@@ -356,10 +370,9 @@ void Membership::OnReportWhileJoining(const MembershipMessage& message) {
 
 void Membership::OnReportWhileGathering(const MembershipMessage& message) {
   const MemberId sender = message.sender.id;
-  if (Find(started_, sender) == nullptr && !farandole::IsNewcomer(message)) {
-    if (message.accepted < started_.generation) Send(message.sender, Say(Kind::kGoneOn));
-    if (message.accepted < started_.generation) return;
-  }
+  const bool is_member = Find(started_, sender) != nullptr || farandole::IsNewcomer(message);
+  if (message.started.generation < started_.generation) Send(message.sender, Say(Kind::kGoneOn));
+  if (!is_member && message.accepted < started_.generation) return;
   const auto known = reports_.find(sender);
   if (known != reports_.end() && known->second.accepted > message.accepted) return;
   reports_[sender] = message;
@@ -390,13 +403,17 @@ void Membership::OnRefusal(const MembershipMessage& message) {
   if (is_joined) GiveUpJoin();
 }
 
-/// Rank 0 keeps a newcomer until the generation ends; who leads then takes it in.
+/// Rank 0 keeps a newcomer until the generation ends; who leads then takes it in. Until then it is
+/// told that the job lives.
 void Membership::OnAsk(const MembershipMessage& message) {
   const MemberId sender = message.sender.id;
   if (Find(started_, sender) != nullptr) return;
   std::optional<Member> keeper;
   if (IsGathering() && !IsNewcomer()) keeper = Leader();
-  if (phase_ == Phase::kRunning) keeper = started_.members.front();
+  if (phase_ == Phase::kRunning) {
+    keeper = started_.members.front();
+    Send(message.sender, Say(Kind::kGoneOn));
+  }
   if (!keeper) return;  // it asks again
   if (keeper->id != options_.self.id) {
     MembershipMessage passed_on = message;
@@ -419,23 +436,42 @@ void Membership::Advance() {
   if (phase_ == Phase::kJoining && now_ns_ >= join_until_ns_) GiveUpJoin();
   if (!IsGathering()) return;
   if (IsNewcomer() && now_ns_ >= ask_ns_) AskForEntry();
-  const std::optional<Member> leader = Leader();
+  std::optional<Member> leader = Leader();
+  const bool is_overdue = now_ns_ - reported_since_ns_ >= 2 * options_.silence_ns;
+  if (leader && leader->id == reported_to_ && is_overdue) {  // others may not reach it
+    unreachable_[leader->id] = now_ns_ + 2 * options_.silence_ns;
+    leader = Leader();
+  }
   if (leader && leader->id == options_.self.id) {
+    reported_to_ = 0;
     TryToLead();
   } else if (leader && (leader->id != reported_to_ || now_ns_ >= report_ns_)) {
+    if (leader->id != reported_to_) reported_since_ns_ = now_ns_;
     reported_to_ = leader->id;
     report_ns_ = now_ns_ + options_.silence_ns / 4;
     Send(*leader, Say(Kind::kReport));
   }
+  if (IsGathering() && now_ns_ >= probe_ns_) Probe();
   if (IsGathering() && now_ns_ - hope_ns_ >= options_.halt_ns) HaltAsMinority();
 }
 
-/// That the last ask could be delivered says that the job lives.
+/// Whom it could not reach it tries again: halves that meet again join, or the one that was left
+/// out is told.
+void Membership::Probe() {
+  probe_ns_ = now_ns_ + options_.silence_ns / 2;
+  for (const Member& member : started_.members) {
+    const bool is_missing = IsSuspect(member.id) && !dead_.contains(member.id);
+    if (is_missing && !IsNewcomer()) Send(member, Say(Kind::kReport));
+  }
+}
+
+/// Those at the addresses that it was given, and whom they have named, in turn.
 void Membership::AskForEntry() {
-  if (!std::exchange(ask_failed_, false)) hope_ns_ = ended_ns_ = now_ns_;
   ask_ns_ = now_ns_ + options_.silence_ns / 4;
-  if (addresses_.empty()) return;
-  Send({.address = addresses_[next_address_++ % addresses_.size()]}, Say(Kind::kAsk));
+  std::vector<std::string> addresses = addresses_;
+  for (const Member& member : started_.members) addresses.push_back(member.address);
+  if (addresses.empty()) return;
+  Send({.address = addresses[next_address_++ % addresses.size()]}, Say(Kind::kAsk));
 }
 
 /// The lowest member of the newest list of which this process is sure to be a member, else of the
@@ -461,9 +497,17 @@ const MembershipMessage& Membership::MessageOf(MemberId id) const {
 }
 
 Membership::Basis Membership::Collect() const {
-  Basis basis = {.started = started_, .pending = pending_, .here = {options_.self.id}};
+  Basis basis = {.started = started_,
+                 .has_computed = has_computed_,
+                 .pending = pending_,
+                 .here = {options_.self.id}};
   for (const auto& [id, report] : reports_) {
-    if (report.started.generation > basis.started.generation) basis.started = report.started;
+    if (report.started.generation > basis.started.generation) {
+      basis.started = report.started;
+      basis.has_computed = false;
+    }
+    const bool is_same = report.started.generation == basis.started.generation;
+    basis.has_computed |= is_same && report.has_computed;
     basis.pending.insert(basis.pending.end(), report.pending.begin(), report.pending.end());
   }
   Tidy(basis.pending, basis.started.generation);
@@ -489,10 +533,14 @@ bool Membership::IsAwaiting(const Basis& basis) const {
   return awaits(basis.started) || std::ranges::any_of(basis.pending, awaits);
 }
 
+/// Who has a vote in the newest list that has started depends on whether it has computed. Before
+/// that both answers hold, as others may know less, or more.
 bool Membership::HasQuorum(const std::set<MemberId>& here, const Basis& basis) const {
-  return IsQuorum(here, basis.started, dead_) &&
-         std::ranges::all_of(basis.pending,
-                             [&](const MemberList& list) { return IsQuorum(here, list, dead_); });
+  return IsQuorum(here, basis.started, dead_, true) &&
+         (basis.has_computed || IsQuorum(here, basis.started, dead_, false)) &&
+         std::ranges::all_of(basis.pending, [&](const MemberList& list) {
+           return IsQuorum(here, list, dead_, false);
+         });
 }
 
 /// Of two that can't reach one another the lower rank, as no join succeeds with both.
@@ -504,10 +552,11 @@ std::set<MemberId> Membership::Reachable(const Basis& basis) const {
   const auto consider = [&](const MemberList& list) {
     for (const Member& member : list.members) {
       const MemberId id = member.id;
+      if (!basis.here.contains(id)) continue;
       const bool is_reachable = std::ranges::none_of(kept, [&](MemberId other) {
         return id == other || suspects(id, other) || suspects(other, id);
       });
-      if (basis.here.contains(id) && is_reachable) kept.push_back(id);
+      if (is_reachable) kept.push_back(id);
     }
   };
   consider(basis.started);
@@ -537,15 +586,17 @@ std::optional<MemberList> Membership::MakeList(const Basis& basis) const {
   std::set<MemberId> here = Reachable(basis);
   if (!HasQuorum(here, basis)) here = basis.here;
   if (!HasQuorum(here, basis)) return std::nullopt;
-  std::vector<MemberList> lists = {basis.started};
-  lists.insert(lists.end(), basis.pending.begin(), basis.pending.end());
+  std::vector<MemberList> lists = basis.pending;
+  lists.insert(lists.begin(), basis.started);
   MemberList next;
   for (const MemberList& list : lists) {
     next.left_out.insert(list.left_out.begin(), list.left_out.end());
     for (const Member& member : list.members) {
       const bool is_in = Find(next, member.id) != nullptr;
       if (here.contains(member.id) && !is_in) next.members.push_back(member);
-      if (!here.contains(member.id) && Votes(list, member.id)) next.left_out.insert(member.id);
+      if (!here.contains(member.id) && Votes(list, member.id, true)) {
+        next.left_out.insert(member.id);
+      }
     }
   }
   AddNewcomers(basis, next.members);
@@ -555,15 +606,23 @@ std::optional<MemberList> Membership::MakeList(const Basis& basis) const {
     return member.id == options_.self.id;  // others are lower in a list that this one leads by
   });
   GroupByHost(next.members);
-  // Who is left out may go on once all voters are dead, so voters must be dead for him, too: those
-  // of every list.
-  for (const Member& member : next.members) {
-    const auto votes = [&](const MemberList& list) { return Votes(list, member.id); };
-    if (next.left_out.empty() || std::ranges::all_of(lists, votes)) continue;
-    next.without_vote.insert(member.id);
-  }
-  if (next.without_vote.size() == next.members.size()) return std::nullopt;
+  if (!GiveVotes(basis, next)) return std::nullopt;
   return next;
+}
+
+/// Who is left out may go on from one of the lists once all others that vote in it are dead. Then
+/// voters of the next list must be dead, too: they are those that vote in each of these lists.
+/// @return whether there are any.
+bool Membership::GiveVotes(const Basis& basis, MemberList& next) const {
+  std::set<MemberId>& others = next.left_out.empty() ? next.newcomers : next.without_vote;
+  for (const Member& member : next.members) {
+    const bool votes = Votes(basis.started, member.id, basis.has_computed) &&
+                       std::ranges::all_of(basis.pending, [&](const MemberList& list) {
+                         return Votes(list, member.id, false);
+                       });
+    if (!votes) others.insert(member.id);
+  }
+  return others.size() < next.members.size();
 }
 
 void Membership::TryToLead() {
@@ -585,6 +644,7 @@ void Membership::Propose(const std::string& root) {
   next->root = root;
   MembershipMessage message = Say(Kind::kProposal);
   message.started = basis.started;
+  message.has_computed = basis.has_computed;
   message.pending = basis.pending;
   for (const Member& member : next->members) {
     const bool is_self = member.id == options_.self.id;
@@ -601,7 +661,9 @@ void Membership::Propose(const std::string& root) {
 /// From here on the list may start, here or elsewhere, and whoever goes on needs a quorum of it.
 void Membership::Accept(const MembershipMessage& message) {
   const MemberList& list = message.proposal;
-  if (message.started.generation > started_.generation) SetStarted(message.started);
+  if (message.started.generation > started_.generation) {
+    SetStarted(message.started, message.has_computed);
+  }
   accepted_ = list.generation;
   seen_number_ = std::max(seen_number_, accepted_.number);
   AddPending(message.pending);

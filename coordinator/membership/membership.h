@@ -35,7 +35,9 @@ struct MemberList {
   std::string root = {};  ///< "host:port", where rank 0 waits for the others to join.
   /// Members of earlier lists that went on without them, and whose end nobody has seen.
   std::set<MemberId> left_out = {};
-  /// Members that came while somebody was left out: they don't count in a quorum.
+  /// Members that count in a quorum only where the list is known to have computed something.
+  std::set<MemberId> newcomers = {};
+  /// Members that came while somebody was left out: they don't count at all.
   std::set<MemberId> without_vote = {};
   bool operator==(const MemberList&) const = default;
 };
@@ -47,11 +49,12 @@ struct MembershipMessage {
     kProposal = 2,  ///< The leader to all in `proposal`.
     kRefusal = 3,   ///< To a leader: this process has accepted something else since its report.
     kAsk = 4,       ///< A newcomer, `sender`, asks to be let in; passed on to rank 0.
-    kGoneOn = 5,    ///< To one who is not in it any more: `started` went on without him.
+    kGoneOn = 5,    ///< To one who doesn't know of `started`, or isn't in it any more or yet.
   };
   Kind kind = Kind::kReport;
   Member sender = {};
-  MemberList started = {};               ///< The last one that the sender knows to have started.
+  MemberList started = {};               ///< The last one that the sender knows to have started,
+  bool has_computed = false;             ///< and whether it knows that it has computed something.
   std::vector<MemberList> pending = {};  ///< Newer ones that may have started, oldest first.
   GenerationNumber accepted = {};        ///< The newest that it has accepted.
   std::set<MemberId> dead = {};      ///< Whose end a kernel or a launcher has seen, or who left.
@@ -112,9 +115,12 @@ class Membership {
   /// After kOpen: others reach rank 0 at `address`. Empty: this process cannot listen now.
   void Opened(const std::string& address);
   /// After kJoin, exactly once: whether the engine of that list has started here. If not, nothing
-  /// of it computes here, nor will.
+  /// of it computes here, nor will; if so, nothing has before this call.
   void Joined(const GenerationNumber& generation, bool ok, const std::set<MemberId>& dead = {},
               const std::set<MemberId>& suspects = {});
+  /// The first collective of that generation has completed here, as the exchange of the state: so
+  /// it has started on every member. From then on newcomers have a vote in who goes on.
+  void Computed(const GenerationNumber& generation);
   void Received(const MembershipMessage& message);
   /// A message could not be delivered, or it isn't known whether it was.
   void Unreachable(const Member& to);
@@ -144,6 +150,7 @@ class Membership {
   /// What a proposal is made of: the lists of which it needs a quorum, and who has reported.
   struct Basis {
     MemberList started;
+    bool has_computed = false;
     std::vector<MemberList> pending;
     std::set<MemberId> here;  // reporters that are in one of these lists, and this process
     std::set<MemberId> suspected = {};  // by one of them
@@ -161,8 +168,8 @@ class Membership {
   void Send(const Member& to, MembershipMessage message);
   void AddFacts(const std::set<MemberId>& dead, const std::set<MemberId>& suspects);
   void NoteNumbers(const MembershipMessage& message);
-  void Learn(const MemberList& started);
-  void SetStarted(const MemberList& started);
+  void Learn(const MembershipMessage& message);
+  void SetStarted(const MemberList& started, bool has_computed);
   void AddPending(const std::vector<MemberList>& lists);
   void BeginGathering();
   void GiveUpJoin();
@@ -178,12 +185,14 @@ class Membership {
 
   void Advance();
   void AskForEntry();
+  void Probe();
   std::optional<Member> Leader() const;
   Basis Collect() const;
   bool IsAwaiting(const Basis& basis) const;
   bool HasQuorum(const std::set<MemberId>& here, const Basis& basis) const;
   std::set<MemberId> Reachable(const Basis& basis) const;
   std::optional<MemberList> MakeList(const Basis& basis) const;
+  bool GiveVotes(const Basis& basis, MemberList& next) const;
   void AddNewcomers(const Basis& basis, std::vector<Member>& members) const;
   void TryToLead();
   void Propose(const std::string& root);
@@ -196,6 +205,7 @@ class Membership {
   Phase phase_ = Phase::kGathering;
   int64_t now_ns_ = 0;
   MemberList started_;
+  bool has_computed_ = false;
   std::vector<MemberList> pending_;  // newer than started_, oldest first
   GenerationNumber accepted_;
   uint64_t seen_number_ = 0;  // the greatest
@@ -206,7 +216,9 @@ class Membership {
   std::map<MemberId, MembershipMessage> reports_;  // since the last join began
   std::vector<Ask> asks_;                          // in the order in which they came first
   MemberId reported_to_ = 0;
+  int64_t reported_since_ns_ = 0;
   int64_t report_ns_ = 0;    // when to report next
+  int64_t probe_ns_ = 0;     // when to try suspects again
   int64_t gather_ns_ = 0;    // when the gathering began
   int64_t ended_ns_ = 0;     // when the last generation ended
   int64_t hope_ns_ = 0;      // when a quorum, or a member, was last seen
@@ -214,7 +226,6 @@ class Membership {
   int failures_ = 0;         // joins since the last start that failed
   size_t next_address_ = 0;
   int64_t ask_ns_ = 0;  // when to ask next
-  bool ask_failed_ = true;
 
   MembershipMessage proposal_;  // the one that is joined, if this process made it
   MemberList joining_;
@@ -228,6 +239,6 @@ class Membership {
 /// Whether those `here` may go on from `list`: no others that don't hold one of them can, as long
 /// as any of its voters lives. See README.md.
 bool IsQuorum(const std::set<MemberId>& here, const MemberList& list,
-              const std::set<MemberId>& dead);
+              const std::set<MemberId>& dead, bool newcomers_vote);
 
 }  // namespace farandole
