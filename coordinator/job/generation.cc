@@ -119,6 +119,7 @@ Generation::~Generation() {
 }
 
 Result<bool> Generation::Joined(int64_t timeout_ns) {
+  if (beginning_ != nullptr) return HasBegun(timeout_ns);
   if (engine_ != nullptr) return true;
   if (service_ != nullptr) return JoinedAsMember(timeout_ns);
   Result<std::unique_ptr<Connections>> joined = bootstrap_->Joined(timeout_ns);
@@ -148,8 +149,32 @@ Result<bool> Generation::JoinedAsMember(int64_t timeout_ns) {
     if (joined.ok()) list_ = std::move(place_->list);
     place_.reset();
     service_->Joined(joined.ok() ? std::optional(Running()) : std::nullopt);
-    if (joined.ok()) return true;
+    if (!joined.ok()) continue;
+    FARANDOLE_RETURN_IF_ERROR(BeginTogether());
+    if (until_ns == kNever) return Joined(-1);
+    return Joined(std::max<int64_t>(until_ns - SteadyClock().NowNs(), 0));
   }
+}
+
+// The first collective, after which newcomers count. A generation that ends in it has begun, too:
+// the next call says why.
+Status Generation::BeginTogether() {
+  const KeyName name = {kGlobalSet, OpKind::kBarrier, "farandole.members"};
+  Signature signature;
+  signature.kind = OpKind::kBarrier;
+  uint32_t version = 0;
+  Result<Operation*> barrier = engine_->operations().Prepare(name, signature, &version);
+  if (!barrier.ok()) return barrier.status();
+  const HeldOperation held(barrier.value());
+  Result<std::shared_ptr<Work>> work = engine_->Start(*held, {}, {}, {}, true, {}, version);
+  if (work.ok()) beginning_ = std::move(work).value();
+  return {};
+}
+
+Result<bool> Generation::HasBegun(int64_t timeout_ns) {
+  if (!engine_->Wait(*beginning_, timeout_ns)) return false;
+  if (std::exchange(beginning_, nullptr)->status().ok()) service_->Computed(list_.generation);
+  return true;
 }
 
 // @return false: not yet.

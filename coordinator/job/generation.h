@@ -109,6 +109,8 @@ class Generation {
   Result<bool> JoinedAsMember(int64_t timeout_ns);
   Result<bool> TakePlace(int64_t until_ns);
   Result<bool> JoinedAt(MemberPlace& place, int64_t until_ns);
+  Status BeginTogether();
+  Result<bool> HasBegun(int64_t timeout_ns);
   Losses FindLosses() const;
   RunningGeneration Running();
   bool LeaveAndStop(int64_t timeout_ns, Lifecycle::Parting parting);
@@ -142,6 +144,7 @@ class Generation {
   std::shared_ptr<MemberService> service_;
   MemberList list_;
   std::optional<MemberPlace> place_;   // where it joins
+  std::shared_ptr<Work> beginning_;   // the first collective
   int64_t let_in_by_ns_ = kNever;      // of a newcomer
   int64_t leave_by_ns_ = 0;            // 0: it has not begun to leave
   std::atomic<uint64_t> ended_at_{0};  // World::generations then; 0: it has not

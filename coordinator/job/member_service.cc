@@ -332,6 +332,14 @@ void MemberService::Joined(std::optional<RunningGeneration> running) {
   mail_->Wake();
 }
 
+void MemberService::Computed(const GenerationNumber& generation) {
+  const Lock lock(mutex_);
+  if (!machine_) return;
+  machine_->Tick(SteadyClock().NowNs());
+  machine_->Computed(generation);
+  mail_->Wake();
+}
+
 void MemberService::Leave() {
   Lock lock(mutex_);
   if (stops_) return;

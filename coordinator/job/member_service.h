@@ -91,6 +91,8 @@ class MemberService {
   bool IsGivenUp();
   /// How that ended; `running` if well.
   void Joined(std::optional<RunningGeneration> running);
+  /// All members have completed something in that generation.
+  void Computed(const GenerationNumber& generation);
   /// This process leaves: within 2 s the others know. It is a member no more.
   void Leave();
 

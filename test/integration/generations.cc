@@ -106,8 +106,9 @@ struct Sum {
     farandole_work_release(std::exchange(work, nullptr));
     std::fill(data, data + 256, 1.0F);
     data[0] = is_due;
-    const int code = Start();
-    return code == FARANDOLE_OK ? farandole_wait(work, 60) : code;
+    code = Start();
+    if (code == FARANDOLE_OK) code = farandole_wait(work, 60);
+    return code;
   }
   const int64_t count = 256;
   const farandole_tensor tensor = {nullptr, FARANDOLE_FLOAT32, 1, &count};
@@ -116,6 +117,7 @@ struct Sum {
   farandole_work* work = nullptr;
   uint32_t version = 0;
   int prepared = FARANDOLE_OK;
+  int code = FARANDOLE_OK;
   float data[256];
   const void* in = data;
   void* out = data;
@@ -179,7 +181,7 @@ void CheckEnded(Sum& old, farandole_gradients* gradients, uint32_t set,
                 farandole_context* context) {
   if (set != 0)
     Require(Sum(context, set).prepared == FARANDOLE_GENERATION_ENDED, "an old process set");
-  if (old.work != nullptr)
+  if (old.work != nullptr && old.code != FARANDOLE_OK)
     Require(farandole_wait(old.work, -1) == FARANDOLE_GENERATION_ENDED, "an old work");
   farandole_work_release(std::exchange(old.work, nullptr));
   Require(old.Start() == FARANDOLE_GENERATION_ENDED, "an old operation");
@@ -346,7 +348,7 @@ int Run(int count) {
   for (int n = 0; n < count; ++n) {
     const bool spares = 2 * n >= count;
     const auto loss = static_cast<Loss>(n % 5 == 4 && n > 5 && n % 25 != 4 ? 0 : n % 5);
-    const int rank = (n / 5 + 1) % kRanks;
+    const int rank = n / 5 % kRanks;
     took_ms[static_cast<size_t>(loss)].push_back(
         Lose(job, loss, rank, spares ? kRanks - 1 : -1, generation));
     if (2 * n >= count && before[0] == 0 && 2 * n >= count + 10) {
