@@ -225,6 +225,7 @@ MemberService::Options MemberOptions(const Config& config, std::string key, std:
   options.job = std::move(job);
   options.where = std::move(where);
   options.is_anywhere = config.interfaces.empty();
+  options.log_level = config.log_level;
   options.silence_ns = ToNs(config.liveness_timeout_s);
   options.join_ns = ToNs(config.init_timeout_s) / 4;
   return options;

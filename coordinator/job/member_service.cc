@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <array>
 #include <csignal>
 #include <utility>
 
@@ -17,6 +18,7 @@ namespace {
 
 constexpr int64_t kLeaveNs = 2 * kNsPerSecond;
 constexpr int64_t kPingNs = 100 * kNsPerMs;
+constexpr int64_t kLeftOutNs = kNsPerSecond;
 constexpr size_t kPingsAtOnce = 32;      // of more members each takes longer
 constexpr int64_t kEndingNs = kNsPerMs;  // how often an engine that is to end is asked
 
@@ -39,6 +41,40 @@ std::optional<SocketAddress> AddressToward(const SocketAddress& other) {
   const Listener closes(socket);
   if (connect(socket, other.data(), other.size()) != 0) return std::nullopt;
   return closes.address().WithPort(0);
+}
+
+std::string Describe(const GenerationNumber& generation) {
+  return std::to_string(generation.number) + "." + std::to_string(generation.proposer % 1000);
+}
+
+std::string Describe(const MembershipMessage& message) {
+  const auto kind = static_cast<size_t>(message.kind);
+  static constexpr std::array kKinds = {"", "report", "proposal", "refusal", "ask", "gone on"};
+  std::string text = kKinds[std::min(kind, kKinds.size() - 1)];
+  text += " of " + std::to_string(message.sender.id % 1000) + ": started " +
+          Describe(message.started.generation) + ", accepted " + Describe(message.accepted) +
+          ", proposes " + Describe(message.proposal.generation) + ", dead";
+  for (const MemberId id : message.dead) text += " " + std::to_string(id % 1000);
+  text += ", suspects";
+  for (const MemberId id : message.suspects) text += " " + std::to_string(id % 1000);
+  return text;
+}
+
+std::string Describe(const MembershipAction& action) {
+  switch (action.kind) {
+    case MembershipAction::Kind::kSend:
+      return "to " + std::to_string(action.to.id % 1000) + ": " + Describe(action.message);
+    case MembershipAction::Kind::kOpen:
+      return "listens for a generation";
+    case MembershipAction::Kind::kJoin:
+      return "joins generation " + Describe(action.list.generation) + " as rank " +
+             std::to_string(action.rank) + " of " + std::to_string(action.list.members.size());
+    case MembershipAction::Kind::kEnd:
+      return "ends the generation";
+    case MembershipAction::Kind::kHalt:
+      return "halts: " + action.text;
+  }
+  return "";
 }
 
 }  // namespace
@@ -149,6 +185,7 @@ void MemberService::Run() {
     for (const MemberMail::Event& event : events) Take(event);
     EndIfOver();
     Ping();
+    PingLeftOut();
     Perform();
   }
 }
@@ -157,7 +194,8 @@ int64_t MemberService::NextWakeNs() const {
   if (!machine_) return kNever;
   int64_t next_ns = machine_->NextTimer().value_or(kNever);
   if (is_ending_) next_ns = std::min(next_ns, SteadyClock().NowNs() + kEndingNs);
-  if (place_) next_ns = std::min(next_ns, ping_ns_);
+  const bool pings = place_ || (HasLeftOut() && !has_ended_);
+  if (pings) next_ns = std::min(next_ns, ping_ns_);
   return next_ns;
 }
 
@@ -169,7 +207,10 @@ void MemberService::Take(const MemberMail::Event& event) {
       const ByteSpan rest = TextBytes(text.substr(1));
       if (text[0] == static_cast<char>(Text::kMembership)) {
         const Result<MembershipMessage> message = DecodeMembership(rest);
-        if (message.ok()) machine_->Received(message.value());
+        Say("came: " + (message.ok() ? Describe(message.value()) : message.status().message()));
+        if (!message.ok()) return;
+        NoteStarted(message.value().started);
+        machine_->Received(message.value());
       } else if (text[0] == static_cast<char>(Text::kLeave)) {
         const Result<MembershipMessage> left = DecodeMembership(rest);
         if (left.ok()) machine_->Died({left.value().sender.id});
@@ -180,6 +221,7 @@ void MemberService::Take(const MemberMail::Event& event) {
       pinged_.erase(event.to.id);
       return;
     case MemberMail::Event::Kind::kGone:
+      Say("gone: " + std::to_string(event.to.id % 1000) + ": " + event.text);
       if (event.to.id != 0) machine_->Died({event.to.id});
       [[fallthrough]];
     case MemberMail::Event::Kind::kLost:
@@ -189,8 +231,14 @@ void MemberService::Take(const MemberMail::Event& event) {
   }
 }
 
+// For who looks into how a job went on.
+void MemberService::Say(const std::string& what) {
+  if (log_.Enabled(LogLevel::kDebug)) log_.Write(LogLevel::kDebug, what);
+}
+
 void MemberService::Perform() {
   for (MembershipAction& action : machine_->TakeActions()) {
+    Say(Describe(action));
     switch (action.kind) {
       case MembershipAction::Kind::kSend:
         outbox_.emplace_back(
@@ -211,6 +259,7 @@ void MemberService::Perform() {
       case MembershipAction::Kind::kHalt:
         halted_ = action.text;
         if (running_.end) running_.end(Aborted(halted_));
+        SayLeave();
         break;
     }
     changed_.notify_all();
@@ -263,10 +312,43 @@ void MemberService::Ping() {
   }
 }
 
+// Who is left out may hold the votes of those who come: as soon as its end is known it does not.
+void MemberService::PingLeftOut() {
+  const int64_t now_ns = SteadyClock().NowNs();
+  if (place_ || has_ended_ || !HasLeftOut() || now_ns < ping_ns_) return;
+  ping_ns_ = now_ns + kLeftOutNs;
+  for (const MemberId id : machine_->started().left_out) {
+    const auto found = known_.find(id);
+    if (found == known_.end() || !pinged_.insert(id).second) continue;
+    outbox_.emplace_back(found->second, std::string(1, static_cast<char>(Text::kPing)));
+  }
+}
+
+bool MemberService::HasLeftOut() const { return !machine_->started().left_out.empty(); }
+
+void MemberService::NoteStarted(const MemberList& list) {
+  if (list.generation <= known_of_) return;
+  known_of_ = list.generation;
+  for (const Member& member : list.members) known_[member.id] = member;
+  std::erase_if(known_, [&](const auto& one) {
+    const bool is_in =
+        std::ranges::find(list.members, one.first, &Member::id) != list.members.end();
+    return !is_in && !list.left_out.contains(one.first);
+  });
+}
+
+void MemberService::SayLeave() {
+  const std::string text = static_cast<char>(Text::kLeave) + EncodeMembership({.sender = self_});
+  for (const auto& [id, member] : known_) {
+    if (id != self_.id) outbox_.emplace_back(member, text);
+  }
+}
+
 // --- The program's threads ---
 
 void MemberService::Begin(MemberList first, RunningGeneration running) {
   const Lock lock(mutex_);
+  NoteStarted(first);
   machine_.emplace(OptionsOfMachine(), std::move(first));
   running_ = std::move(running);
   mail_->Wake();
@@ -322,12 +404,15 @@ void MemberService::Joined(std::optional<RunningGeneration> running) {
   if (!machine_ || !place_) return;
   machine_->Tick(SteadyClock().NowNs());
   const GenerationNumber generation = place_->list.generation;
+  if (running) NoteStarted(place_->list);
   place_.reset();
   is_taken_ = is_given_up_ = false;
   if (running) {
     running_ = std::move(*running);
     has_ended_ = false;
   }
+  Say(std::string(running ? "has joined" : "has not joined") + " generation " +
+      Describe(generation));
   machine_->Joined(generation, running.has_value());
   mail_->Wake();
 }
@@ -336,6 +421,7 @@ void MemberService::Computed(const GenerationNumber& generation) {
   const Lock lock(mutex_);
   if (!machine_) return;
   machine_->Tick(SteadyClock().NowNs());
+  Say("has computed in generation " + Describe(generation));
   machine_->Computed(generation);
   mail_->Wake();
 }
@@ -343,13 +429,7 @@ void MemberService::Computed(const GenerationNumber& generation) {
 void MemberService::Leave() {
   Lock lock(mutex_);
   if (stops_) return;
-  if (machine_ && halted_.empty()) {
-    for (const Member& member : machine_->started().members) {
-      if (member.id == self_.id) continue;
-      outbox_.emplace_back(member,
-                           static_cast<char>(Text::kLeave) + EncodeMembership({.sender = self_}));
-    }
-  }
+  if (halted_.empty()) SayLeave();
   machine_.reset();
   running_ = {};
   is_idle_ = false;

@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -16,6 +17,7 @@
 
 #include "coordinator/job/member_mail.h"
 #include "coordinator/membership/membership.h"
+#include "core/log.h"
 #include "core/net/listener.h"
 #include "core/status.h"
 
@@ -67,6 +69,7 @@ class MemberService {
     bool is_anywhere = false;  ///< Those are all addresses of this host, not only chosen ones.
     int64_t silence_ns = 0;    ///< See MembershipOptions.
     int64_t join_ns = 0;
+    LogLevel log_level = LogLevel::kWarning;
   };
 
   /// @return What ListenOn returns; ResourceExhausted for a thread.
@@ -107,20 +110,27 @@ class MemberService {
   enum class Text : char { kMembership = 'm', kLeave = 'l', kPing = 'p' };
   using Lock = std::unique_lock<std::mutex>;
 
-  explicit MemberService(Options options) : options_(std::move(options)) {}
+  explicit MemberService(Options options)
+      : options_(std::move(options)), log_(options_.log_level, "members") {}
   void Run();
   // All below with mutex_ held.
   MembershipOptions OptionsOfMachine() const;
   int64_t NextWakeNs() const;
   void Take(const MemberMail::Event& event);
+  void Say(const std::string& what);
   void Perform();
   void Open();
   void End();
   void EndIfOver();
+  void NoteStarted(const MemberList& list);
+  void SayLeave();
   void Ping();
+  void PingLeftOut();
+  bool HasLeftOut() const;
   void Stop(Lock& lock);
 
   const Options options_;
+  PrefixLog log_;
   Member self_;
   std::unique_ptr<MemberMail> mail_;  // the thread's; Wake anybody's
   std::thread thread_;
@@ -137,9 +147,11 @@ class MemberService {
   bool is_given_up_ = false;
   std::string halted_;  // why
   std::vector<std::pair<Member, std::string>> outbox_;
-  std::set<MemberId> pinged_;  // and no answer yet
-  int64_t ping_ns_ = 0;        // when the next pings are due
-  bool is_idle_ = true;        // nothing is on its way
+  std::map<MemberId, Member> known_;  // of the newest list that has started, and left out of it
+  GenerationNumber known_of_;         // that list's
+  std::set<MemberId> pinged_;         // and no answer yet
+  int64_t ping_ns_ = 0;               // when the next pings are due
+  bool is_idle_ = true;               // nothing is on its way
   bool stops_ = false;
 };
 

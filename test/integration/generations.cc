@@ -306,6 +306,11 @@ double Lose(Job& job, Loss loss, int rank, int spared, uint64_t& generation) {
     if (std::ranges::find(lost, at) == lost.end()) left.push_back(at);
   }
   const double lost_ms = NowMs();
+  if (std::getenv("FARANDOLE_TEST_VERBOSE") != nullptr) {
+    std::printf("%s, rank %d, generation %llu\n", kNames[static_cast<size_t>(loss)], rank,
+                static_cast<unsigned long long>(generation));
+    std::fflush(stdout);
+  }
   for (size_t i = 0; i < lost.size(); ++i) {
     if (i > 0 && loss == Loss::kDuringRecovery)
       usleep(static_cast<unsigned>(generation * 7919 % 100 * 1000));
