@@ -187,6 +187,7 @@ class Membership {
   void AskForEntry();
   void Probe();
   std::optional<Member> Leader() const;
+  bool CannotStart(const MemberList& list) const;
   Basis Collect() const;
   bool IsAwaiting(const Basis& basis) const;
   bool HasQuorum(const std::set<MemberId>& here, const Basis& basis) const;
