@@ -464,8 +464,11 @@ void Membership::Probe() {
   const std::optional<Member> leader = Leader();
   const bool leads = leader && leader->id == options_.self.id;
   for (const Member& member : started_.members) {
-    const bool is_missing = leads ? !reports_.contains(member.id) : IsSuspect(member.id);
-    if (!is_missing || dead_.contains(member.id) || member.id == options_.self.id) continue;
+    const auto report = reports_.find(member.id);
+    const bool is_missing =
+        report == reports_.end() || report->second.suspects.contains(options_.self.id);
+    if (leads ? !is_missing : !IsSuspect(member.id)) continue;
+    if (dead_.contains(member.id) || member.id == options_.self.id) continue;
     Send(member, Say(Kind::kReport));
   }
 }
@@ -529,7 +532,10 @@ Membership::Basis Membership::Collect() const {
     }
     const bool is_same = report.started.generation == basis.started.generation;
     basis.has_computed |= is_same && report.has_computed;
-    basis.pending.insert(basis.pending.end(), report.pending.begin(), report.pending.end());
+    for (const MemberList& list : report.pending) {
+      const auto same = std::ranges::find(basis.pending, list.generation, &MemberList::generation);
+      if (same == basis.pending.end()) basis.pending.push_back(list);
+    }
   }
   Tidy(basis.pending, basis.started.generation);
   std::erase_if(basis.pending, [&](const MemberList& list) { return CannotStart(list); });
@@ -602,11 +608,15 @@ void Membership::AddNewcomers(const Basis& basis, std::vector<Member>& members) 
   }
 }
 
+std::optional<MemberList> Membership::MakeList(const Basis& basis) const {
+  std::optional<MemberList> next = MakeList(basis, Reachable(basis));
+  return next ? next : MakeList(basis, basis.here);
+}
+
 /// The next list, without number and root. Nothing: there is no quorum, or nobody would have a
 /// vote.
-std::optional<MemberList> Membership::MakeList(const Basis& basis) const {
-  std::set<MemberId> here = Reachable(basis);
-  if (!HasQuorum(here, basis)) here = basis.here;
+std::optional<MemberList> Membership::MakeList(const Basis& basis,
+                                               const std::set<MemberId>& here) const {
   if (!HasQuorum(here, basis)) return std::nullopt;
   std::vector<MemberList> lists = basis.pending;
   lists.insert(lists.begin(), basis.started);
@@ -649,10 +659,10 @@ bool Membership::GiveVotes(const Basis& basis, MemberList& next) const {
 
 void Membership::TryToLead() {
   if (phase_ == Phase::kOpening) return;
+  if (now_ns_ < back_off_ns_) return;
   const Basis basis = Collect();
-  if (!MakeList(basis)) return;
+  if (IsAwaiting(basis) || !MakeList(basis)) return;
   hope_ns_ = std::min(now_ns_, ended_ns_ + (kGiveUp - 1) * options_.halt_ns);
-  if (now_ns_ < back_off_ns_ || IsAwaiting(basis)) return;
   phase_ = Phase::kOpening;
   actions_.push_back({.kind = MembershipAction::Kind::kOpen});
 }

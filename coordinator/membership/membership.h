@@ -193,6 +193,7 @@ class Membership {
   bool HasQuorum(const std::set<MemberId>& here, const Basis& basis) const;
   std::set<MemberId> Reachable(const Basis& basis) const;
   std::optional<MemberList> MakeList(const Basis& basis) const;
+  std::optional<MemberList> MakeList(const Basis& basis, const std::set<MemberId>& here) const;
   bool GiveVotes(const Basis& basis, MemberList& next) const;
   void AddNewcomers(const Basis& basis, std::vector<Member>& members) const;
   void TryToLead();
