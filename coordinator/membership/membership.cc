@@ -309,7 +309,7 @@ void Membership::Send(const Member& to, MembershipMessage message) {
 void Membership::BeginGathering() {
   phase_ = Phase::kGathering;
   gather_ns_ = report_ns_ = now_ns_;
-  probe_ns_ = now_ns_ + options_.silence_ns / 2;
+  probe_ns_ = now_ns_ + options_.silence_ns / 16;
   reported_to_ = 0;
 }
 
@@ -455,13 +455,21 @@ void Membership::Advance() {
   if (IsGathering() && now_ns_ - hope_ns_ >= options_.halt_ns) HaltAsMinority();
 }
 
-/// Whom it could not reach it tries again: halves that meet again join, or the one that was left
-/// out is told.
+/// Who leads reports to those that it waits for: they may not have noticed, or believe that another
+/// one leads. And whom it could not reach each process tries again: halves that meet again join, or
+/// the one that was left out is told.
 void Membership::Probe() {
   probe_ns_ = now_ns_ + options_.silence_ns / 2;
+  if (IsNewcomer()) return;
+  const std::optional<Member> leader = Leader();
+  const bool leads = leader && leader->id == options_.self.id;
   for (const Member& member : started_.members) {
-    const bool is_missing = IsSuspect(member.id) && !dead_.contains(member.id);
-    if (is_missing && !IsNewcomer()) Send(member, Say(Kind::kReport));
+    const auto report = reports_.find(member.id);
+    const bool is_missing =
+        report == reports_.end() || report->second.suspects.contains(options_.self.id);
+    if (leads ? !is_missing : !IsSuspect(member.id)) continue;
+    if (dead_.contains(member.id) || member.id == options_.self.id) continue;
+    Send(member, Say(Kind::kReport));
   }
 }
 
@@ -496,6 +504,22 @@ const MembershipMessage& Membership::MessageOf(MemberId id) const {
       ->message;
 }
 
+/// One of its members has accepted a newer one and not this one, and will not any more.
+bool Membership::CannotStart(const MemberList& list) const {
+  const auto refuses = [&](const GenerationNumber& accepted,
+                           const std::vector<MemberList>& pending) {
+    // Of lists that are alike it has kept the newest.
+    return accepted > list.generation && std::ranges::none_of(pending, [&](const MemberList& own) {
+             return own.generation == list.generation || IsAlike(own, list);
+           });
+  };
+  return std::ranges::any_of(list.members, [&](const Member& member) {
+    if (member.id == options_.self.id) return refuses(accepted_, pending_);
+    const auto report = reports_.find(member.id);
+    return report != reports_.end() && refuses(report->second.accepted, report->second.pending);
+  });
+}
+
 Membership::Basis Membership::Collect() const {
   Basis basis = {.started = started_,
                  .has_computed = has_computed_,
@@ -508,9 +532,13 @@ Membership::Basis Membership::Collect() const {
     }
     const bool is_same = report.started.generation == basis.started.generation;
     basis.has_computed |= is_same && report.has_computed;
-    basis.pending.insert(basis.pending.end(), report.pending.begin(), report.pending.end());
+    for (const MemberList& list : report.pending) {
+      const auto same = std::ranges::find(basis.pending, list.generation, &MemberList::generation);
+      if (same == basis.pending.end()) basis.pending.push_back(list);
+    }
   }
   Tidy(basis.pending, basis.started.generation);
+  std::erase_if(basis.pending, [&](const MemberList& list) { return CannotStart(list); });
   for (const auto& [id, report] : reports_) {
     const auto names = [id = id](const MemberList& list) { return Find(list, id) != nullptr; };
     if (dead_.contains(id) || IsSuspect(id)) continue;
@@ -580,11 +608,15 @@ void Membership::AddNewcomers(const Basis& basis, std::vector<Member>& members) 
   }
 }
 
+std::optional<MemberList> Membership::MakeList(const Basis& basis) const {
+  std::optional<MemberList> next = MakeList(basis, Reachable(basis));
+  return next ? next : MakeList(basis, basis.here);
+}
+
 /// The next list, without number and root. Nothing: there is no quorum, or nobody would have a
 /// vote.
-std::optional<MemberList> Membership::MakeList(const Basis& basis) const {
-  std::set<MemberId> here = Reachable(basis);
-  if (!HasQuorum(here, basis)) here = basis.here;
+std::optional<MemberList> Membership::MakeList(const Basis& basis,
+                                               const std::set<MemberId>& here) const {
   if (!HasQuorum(here, basis)) return std::nullopt;
   std::vector<MemberList> lists = basis.pending;
   lists.insert(lists.begin(), basis.started);
@@ -627,10 +659,10 @@ bool Membership::GiveVotes(const Basis& basis, MemberList& next) const {
 
 void Membership::TryToLead() {
   if (phase_ == Phase::kOpening) return;
+  if (now_ns_ < back_off_ns_) return;
   const Basis basis = Collect();
-  if (!MakeList(basis)) return;
+  if (IsAwaiting(basis) || !MakeList(basis)) return;
   hope_ns_ = std::min(now_ns_, ended_ns_ + (kGiveUp - 1) * options_.halt_ns);
-  if (now_ns_ < back_off_ns_ || IsAwaiting(basis)) return;
   phase_ = Phase::kOpening;
   actions_.push_back({.kind = MembershipAction::Kind::kOpen});
 }

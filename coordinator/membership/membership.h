@@ -187,11 +187,13 @@ class Membership {
   void AskForEntry();
   void Probe();
   std::optional<Member> Leader() const;
+  bool CannotStart(const MemberList& list) const;
   Basis Collect() const;
   bool IsAwaiting(const Basis& basis) const;
   bool HasQuorum(const std::set<MemberId>& here, const Basis& basis) const;
   std::set<MemberId> Reachable(const Basis& basis) const;
   std::optional<MemberList> MakeList(const Basis& basis) const;
+  std::optional<MemberList> MakeList(const Basis& basis, const std::set<MemberId>& here) const;
   bool GiveVotes(const Basis& basis, MemberList& next) const;
   void AddNewcomers(const Basis& basis, std::vector<Member>& members) const;
   void TryToLead();

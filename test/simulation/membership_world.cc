@@ -520,8 +520,8 @@ void MembershipWorld::CheckHalt(int index, const std::string& text) {
   std::set<MemberId> voters = connected;  // in all lists that the connected ones know of
   for (const auto& [number, generation] : generations_) {
     const MemberList& list = generation.list;
-    const auto begins = [&](int at) { return connected.contains(process(at).self.id); };
-    const bool is_known = number > last.generation && std::ranges::any_of(generation.begun, begins);
+    const auto lives = [&](int at) { return !process(at).is_dead; };
+    const bool is_known = number > last.generation && std::ranges::any_of(generation.begun, lives);
     if (number != last.generation && !is_known) continue;
     int count = 0, present = 0;
     std::set<MemberId> both;
@@ -537,8 +537,9 @@ void MembershipWorld::CheckHalt(int index, const std::string& text) {
     voters = both;
   }
   // Leaders whose answers don't arrive take long; TCP has no such connections.
-  const bool is_one_way = std::ranges::any_of(
-      cut_, [&](const auto& link) { return !cut_.contains({link.second, link.first}); });
+  const bool is_one_way = std::ranges::any_of(cut_, [&](const auto& link) {
+    return !cut_.contains({link.second, link.first});
+  });
   if (!voters.contains(one.self.id) || is_one_way) return;
   Fail("process " + std::to_string(index + 1) + " halts, although a majority of " + Describe(last) +
        " is connected: " + text);

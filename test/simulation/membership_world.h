@@ -85,7 +85,7 @@ class MembershipWorld {
     MemberList list;
     std::set<int> begun = {};   // processes that have ever begun to join
     std::set<int> inside = {};  // whose engine runs
-    bool has_started = false;  // on any
+    bool has_started = false;   // on any
     bool has_state = false;
     bool is_closed = false;  // another one has computed since
     int state = -1;
