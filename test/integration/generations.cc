@@ -106,7 +106,7 @@ struct Sum {
     farandole_work_release(std::exchange(work, nullptr));
     std::fill(data, data + 256, 1.0F);
     data[0] = is_due;
-    code = Start();
+    code = operation == nullptr ? prepared : Start();
     if (code == FARANDOLE_OK) code = farandole_wait(work, 60);
     return code;
   }
@@ -301,6 +301,7 @@ double Lose(Job& job, Loss loss, int rank, int spared, uint64_t& generation) {
   if (loss == Loss::kTwo || loss == Loss::kDuringRecovery)
     lost.push_back(job.PlaceOf((rank + 1 + rank % 2) % kRanks));
   std::erase(lost, spared);
+  if (lost.empty()) lost.push_back(job.PlaceOf((rank + 1) % kRanks));
   std::vector<int> left;
   for (int at = 0; at < kRanks; ++at) {
     if (std::ranges::find(lost, at) == lost.end()) left.push_back(at);
