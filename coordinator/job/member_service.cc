@@ -185,7 +185,6 @@ void MemberService::Run() {
     for (const MemberMail::Event& event : events) Take(event);
     EndIfOver();
     Ping();
-    PingLeftOut();
     Perform();
   }
 }
@@ -194,8 +193,7 @@ int64_t MemberService::NextWakeNs() const {
   if (!machine_) return kNever;
   int64_t next_ns = machine_->NextTimer().value_or(kNever);
   if (is_ending_) next_ns = std::min(next_ns, SteadyClock().NowNs() + kEndingNs);
-  const bool pings = place_ || (HasLeftOut() && !has_ended_);
-  if (pings) next_ns = std::min(next_ns, ping_ns_);
+  next_ns = std::min(next_ns, ping_ns_);
   return next_ns;
 }
 
@@ -213,7 +211,9 @@ void MemberService::Take(const MemberMail::Event& event) {
         machine_->Received(message.value());
       } else if (text[0] == static_cast<char>(Text::kLeave)) {
         const Result<MembershipMessage> left = DecodeMembership(rest);
-        if (left.ok()) machine_->Died({left.value().sender.id});
+        if (!left.ok()) return;
+        gone_.insert(left.value().sender.id);
+        machine_->Died({left.value().sender.id});
       }
       return;
     }
@@ -222,7 +222,10 @@ void MemberService::Take(const MemberMail::Event& event) {
       return;
     case MemberMail::Event::Kind::kGone:
       Say("gone: " + std::to_string(event.to.id % 1000) + ": " + event.text);
-      if (event.to.id != 0) machine_->Died({event.to.id});
+      if (event.to.id != 0) {
+        gone_.insert(event.to.id);
+        machine_->Died({event.to.id});
+      }
       [[fallthrough]];
     case MemberMail::Event::Kind::kLost:
       pinged_.erase(event.to.id);
@@ -291,50 +294,67 @@ void MemberService::End() {
 
 void MemberService::EndIfOver() {
   if (!is_ending_ || (running_.has_ended && !running_.has_ended())) return;
-  is_ending_ = false;
-  if (std::exchange(has_ended_, true)) return;
-  const Losses losses = running_.losses ? running_.losses() : Losses();
-  machine_->Ended(losses.dead, losses.suspects);
+  EndWith(running_.losses ? running_.losses() : Losses());
 }
 
-// While a generation is joined nobody else looks for deaths: rank 0 for those of all, the others
-// for that of rank 0.
+void MemberService::EndWith(const Losses& losses) {
+  is_ending_ = false;
+  gone_.insert(losses.dead.begin(), losses.dead.end());
+  ping_ns_ = 0;
+  if (std::exchange(has_ended_, true)) {
+    machine_->Died(losses.dead);
+  } else {
+    machine_->Ended(losses.dead, losses.suspects);
+  }
+}
+
+// Whose end nobody else would notice. Between two generations no engine watches: the lowest of the
+// last one that is known to live looks for deaths of all, the others for its. While a generation
+// computes these are the members that are left out: they may hold the votes of those who come, but
+// not once they have ended.
+std::vector<Member> MemberService::Watched() const {
+  const MemberList& list = place_ ? place_->list : machine_->started();
+  std::vector<Member> watched;
+  if (!place_ && !has_ended_) {
+    for (const MemberId id : list.left_out) {
+      const auto found = known_.find(id);
+      if (found != known_.end()) watched.push_back(found->second);
+    }
+    return watched;
+  }
+  for (const Member& member : list.members) {
+    if (gone_.contains(member.id)) continue;
+    const bool is_lowest = watched.empty();
+    if (is_lowest && member.id != self_.id) return {member};
+    watched.push_back(member);
+  }
+  return watched;
+}
+
 void MemberService::Ping() {
   const int64_t now_ns = SteadyClock().NowNs();
-  if (!place_ || now_ns < ping_ns_) return;
-  const std::vector<Member>& members = place_->list.members;
-  const size_t rounds = 1 + members.size() / kPingsAtOnce;
-  ping_ns_ = now_ns + static_cast<int64_t>(rounds) * kPingNs;
-  for (const Member& member : members) {
-    const bool is_mine = place_->rank == 0 || member.id == members.front().id;
-    if (!is_mine || member.id == self_.id || !pinged_.insert(member.id).second) continue;
+  if (now_ns < ping_ns_) return;
+  const std::vector<Member> watched = Watched();
+  const bool computes = !place_ && !has_ended_;
+  const auto rounds = static_cast<int64_t>(1 + watched.size() / kPingsAtOnce);
+  ping_ns_ = watched.empty() ? kNever : now_ns + rounds * (computes ? kLeftOutNs : kPingNs);
+  for (const Member& member : watched) {
+    if (member.id == self_.id || !pinged_.insert(member.id).second) continue;
     outbox_.emplace_back(member, std::string(1, static_cast<char>(Text::kPing)));
   }
 }
 
-// Who is left out may hold the votes of those who come: as soon as its end is known it does not.
-void MemberService::PingLeftOut() {
-  const int64_t now_ns = SteadyClock().NowNs();
-  if (place_ || has_ended_ || !HasLeftOut() || now_ns < ping_ns_) return;
-  ping_ns_ = now_ns + kLeftOutNs;
-  for (const MemberId id : machine_->started().left_out) {
-    const auto found = known_.find(id);
-    if (found == known_.end() || !pinged_.insert(id).second) continue;
-    outbox_.emplace_back(found->second, std::string(1, static_cast<char>(Text::kPing)));
-  }
-}
-
-bool MemberService::HasLeftOut() const { return !machine_->started().left_out.empty(); }
-
 void MemberService::NoteStarted(const MemberList& list) {
   if (list.generation <= known_of_) return;
   known_of_ = list.generation;
+  ping_ns_ = 0;
   for (const Member& member : list.members) known_[member.id] = member;
   std::erase_if(known_, [&](const auto& one) {
     const bool is_in =
         std::ranges::find(list.members, one.first, &Member::id) != list.members.end();
     return !is_in && !list.left_out.contains(one.first);
   });
+  std::erase_if(gone_, [&](MemberId id) { return !known_.contains(id); });
 }
 
 void MemberService::SayLeave() {
@@ -371,12 +391,7 @@ void MemberService::Agree(const Losses& losses) {
   running_ = {};
   if (!machine_) return;
   machine_->Tick(SteadyClock().NowNs());
-  is_ending_ = false;
-  if (std::exchange(has_ended_, true)) {
-    machine_->Died(losses.dead);
-  } else {
-    machine_->Ended(losses.dead, losses.suspects);
-  }
+  EndWith(losses);
   mail_->Wake();
 }
 
@@ -406,6 +421,7 @@ void MemberService::Joined(std::optional<RunningGeneration> running) {
   const GenerationNumber generation = place_->list.generation;
   if (running) NoteStarted(place_->list);
   place_.reset();
+  ping_ns_ = 0;
   is_taken_ = is_given_up_ = false;
   if (running) {
     running_ = std::move(*running);

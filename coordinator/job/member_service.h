@@ -122,11 +122,11 @@ class MemberService {
   void Open();
   void End();
   void EndIfOver();
+  void EndWith(const Losses& losses);
   void NoteStarted(const MemberList& list);
   void SayLeave();
+  std::vector<Member> Watched() const;
   void Ping();
-  void PingLeftOut();
-  bool HasLeftOut() const;
   void Stop(Lock& lock);
 
   const Options options_;
@@ -149,6 +149,7 @@ class MemberService {
   std::vector<std::pair<Member, std::string>> outbox_;
   std::map<MemberId, Member> known_;  // of the newest list that has started, and left out of it
   GenerationNumber known_of_;         // that list's
+  std::set<MemberId> gone_;           // of these, whose end is certain
   std::set<MemberId> pinged_;         // and no answer yet
   int64_t ping_ns_ = 0;               // when the next pings are due
   bool is_idle_ = true;               // nothing is on its way
