@@ -204,6 +204,11 @@ bool SumUp(farandole_context* context, Place& place, Sum& sum, int size) {
     }
     Require(sum.data[255] == static_cast<float>(size), "the sum");
     if (is_first) place.first_sum_ms.store(NowMs());
+    if (is_first && size == kRanks) {
+      place.use[0].store(Status("VmRSS"));
+      place.use[1].store(Descriptors());
+      place.use[2].store(Status("Threads"));
+    }
     if (sum.data[0] > 0) return true;
     usleep(1000);
   }
@@ -230,9 +235,6 @@ bool SumUp(farandole_context* context, Place& place, Sum& sum, int size) {
     CheckEnded(*sum, gradients, set, context);
     farandole_gradients_release(gradients);
     sum.reset();
-    place.use[0].store(Status("VmRSS"));
-    place.use[1].store(Descriptors());
-    place.use[2].store(Status("Threads"));
   }
   Require(farandole_shutdown(context) == FARANDOLE_OK, "shutdown");
   farandole_release(context);
