@@ -136,18 +136,18 @@ Result<bool> Generation::Joined(int64_t timeout_ns) {
   return true;
 }
 
-// A join that fails, or that the members give up, is followed by another place.
+// A join that fails, or that the members give up, is followed by another list.
 Result<bool> Generation::JoinedAsMember(int64_t timeout_ns) {
   const int64_t until_ns = timeout_ns < 0 ? kNever : SteadyClock().NowNs() + timeout_ns;
   for (;;) {
-    if (!place_) {
-      const Result<bool> has_place = TakePlace(until_ns);
-      if (!has_place.ok() || !has_place.value()) return has_place;
+    if (!assignment_) {
+      const Result<bool> is_assigned = TakeAssignment(until_ns);
+      if (!is_assigned.ok() || !is_assigned.value()) return is_assigned;
     }
-    const Result<bool> joined = JoinedAt(*place_, until_ns);
+    const Result<bool> joined = JoinedAt(*assignment_, until_ns);
     if (joined.ok() && !joined.value()) return false;
-    if (joined.ok()) list_ = std::move(place_->list);
-    place_.reset();
+    if (joined.ok()) list_ = std::move(assignment_->list);
+    assignment_.reset();
     service_->Joined(joined.ok() ? std::optional(Running()) : std::nullopt);
     if (!joined.ok()) continue;
     FARANDOLE_RETURN_IF_ERROR(BeginTogether());
@@ -178,20 +178,21 @@ Result<bool> Generation::HasBegun(int64_t timeout_ns) {
 }
 
 // @return false: not yet.
-Result<bool> Generation::TakePlace(int64_t until_ns) {
+Result<bool> Generation::TakeAssignment(int64_t until_ns) {
   const int64_t by_ns = std::min(until_ns, let_in_by_ns_);
   const int64_t left_ns = std::max<int64_t>(by_ns - SteadyClock().NowNs(), 0);
-  Result<std::optional<MemberPlace>> place = service_->AwaitPlace(by_ns == kNever ? -1 : left_ns);
-  if (!place.ok()) return place.status();
-  place_ = std::move(place).value();
-  if (place_ || SteadyClock().NowNs() < let_in_by_ns_) return place_.has_value();
+  Result<std::optional<MemberAssignment>> assigned =
+      service_->AwaitAssignment(by_ns == kNever ? -1 : left_ns);
+  if (!assigned.ok()) return assigned.status();
+  assignment_ = std::move(assigned).value();
+  if (assignment_ || SteadyClock().NowNs() < let_in_by_ns_) return assignment_.has_value();
   return Timeout("init: none of the members at " + config_.members +
                  " has let this process in within FARANDOLE_INIT_TIMEOUT_S");
 }
 
 // @return false: not yet; an error: it has failed, or is given up.
-Result<bool> Generation::JoinedAt(MemberPlace& place, int64_t until_ns) {
-  const auto size = static_cast<int>(place.list.members.size());
+Result<bool> Generation::JoinedAt(MemberAssignment& assignment, int64_t until_ns) {
+  const auto size = static_cast<int>(assignment.list.members.size());
   if (size == 1) {
     const uint64_t number = World::Get().CountGeneration();
     FARANDOLE_RETURN_IF_ERROR(JoinInProcess(JobInProcess(1), 0, number));
@@ -201,13 +202,13 @@ Result<bool> Generation::JoinedAt(MemberPlace& place, int64_t until_ns) {
   if (bootstrap_ == nullptr) {
     Launcher launcher;
     launcher.source = "the job's members";
-    launcher.rank = place.rank;
+    launcher.rank = assignment.rank;
     launcher.size = size;
     launcher.job = service_->job();
     launcher.is_chosen = true;
-    launcher.address = place.list.root;
+    launcher.address = assignment.list.root;
     launcher.key = service_->key();
-    launcher.listener = place.listener;
+    launcher.listener = assignment.listener;
     Result<std::shared_ptr<Bootstrap>> begun = Bootstrap::Begin({}, config_, launcher);
     if (!begun.ok()) return begun.status();
     bootstrap_ = std::move(begun).value();

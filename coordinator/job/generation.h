@@ -107,8 +107,8 @@ class Generation {
   Status MakeService(const Launcher& launcher);
   void BeginAlone();
   Result<bool> JoinedAsMember(int64_t timeout_ns);
-  Result<bool> TakePlace(int64_t until_ns);
-  Result<bool> JoinedAt(MemberPlace& place, int64_t until_ns);
+  Result<bool> TakeAssignment(int64_t until_ns);
+  Result<bool> JoinedAt(MemberAssignment& assignment, int64_t until_ns);
   Status BeginTogether();
   Result<bool> HasBegun(int64_t timeout_ns);
   Losses FindLosses() const;
@@ -143,11 +143,11 @@ class Generation {
   // Of an elastic job. The last generation of the process in it has the service.
   std::shared_ptr<MemberService> service_;
   MemberList list_;
-  std::optional<MemberPlace> place_;   // where it joins
-  std::shared_ptr<Work> beginning_;   // the first collective
-  int64_t let_in_by_ns_ = kNever;      // of a newcomer
-  int64_t leave_by_ns_ = 0;            // 0: it has not begun to leave
-  std::atomic<uint64_t> ended_at_{0};  // World::generations then; 0: it has not
+  std::optional<MemberAssignment> assignment_;  // where it joins
+  std::shared_ptr<Work> beginning_;             // the first collective
+  int64_t let_in_by_ns_ = kNever;               // of a newcomer
+  int64_t leave_by_ns_ = 0;                     // 0: it has not begun to leave
+  std::atomic<uint64_t> ended_at_{0};           // World::generations then; 0: it has not
   std::atomic<bool> has_told_{false};
   std::atomic<int64_t> handles_{0};
 

@@ -251,8 +251,8 @@ void MemberService::Perform() {
         Open();
         break;
       case MembershipAction::Kind::kJoin:
-        place_ = {std::move(action.list), action.rank, nullptr};
-        if (action.rank == 0) place_->listener = std::exchange(listener_, nullptr);
+        assignment_ = {std::move(action.list), action.rank, nullptr};
+        if (action.rank == 0) assignment_->listener = std::exchange(listener_, nullptr);
         is_taken_ = is_given_up_ = false;
         ping_ns_ = 0;
         break;
@@ -280,11 +280,11 @@ void MemberService::Open() {
 }
 
 void MemberService::End() {
-  if (place_ && is_taken_) {
+  if (assignment_ && is_taken_) {
     is_given_up_ = true;
-  } else if (place_) {
-    const GenerationNumber generation = place_->list.generation;
-    place_.reset();
+  } else if (assignment_) {
+    const GenerationNumber generation = assignment_->list.generation;
+    assignment_.reset();
     machine_->Joined(generation, false);
   } else if (!has_ended_) {
     if (running_.end) running_.end(Aborted(kMembersChange));
@@ -313,9 +313,9 @@ void MemberService::EndWith(const Losses& losses) {
 // computes these are the members that are left out: they may hold the votes of those who come, but
 // not once they have ended.
 std::vector<Member> MemberService::Watched() const {
-  const MemberList& list = place_ ? place_->list : machine_->started();
+  const MemberList& list = assignment_ ? assignment_->list : machine_->started();
   std::vector<Member> watched;
-  if (!place_ && !has_ended_) {
+  if (!assignment_ && !has_ended_) {
     for (const MemberId id : list.left_out) {
       const auto found = known_.find(id);
       if (found != known_.end()) watched.push_back(found->second);
@@ -335,7 +335,7 @@ void MemberService::Ping() {
   const int64_t now_ns = SteadyClock().NowNs();
   if (now_ns < ping_ns_) return;
   const std::vector<Member> watched = Watched();
-  const bool computes = !place_ && !has_ended_;
+  const bool computes = !assignment_ && !has_ended_;
   const auto rounds = static_cast<int64_t>(1 + watched.size() / kPingsAtOnce);
   ping_ns_ = watched.empty() ? kNever : now_ns + rounds * (computes ? kLeftOutNs : kPingNs);
   for (const Member& member : watched) {
@@ -395,18 +395,20 @@ void MemberService::Agree(const Losses& losses) {
   mail_->Wake();
 }
 
-Result<std::optional<MemberPlace>> MemberService::AwaitPlace(int64_t timeout_ns) {
+Result<std::optional<MemberAssignment>> MemberService::AwaitAssignment(int64_t timeout_ns) {
   Lock lock(mutex_);
-  const auto is_known = [this] { return !halted_.empty() || stops_ || (place_ && !is_taken_); };
+  const auto is_known = [this] {
+    return !halted_.empty() || stops_ || (assignment_ && !is_taken_);
+  };
   if (timeout_ns < 0) {
     changed_.wait(lock, is_known);
   } else if (!changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), is_known)) {
-    return std::optional<MemberPlace>();
+    return std::optional<MemberAssignment>();
   }
   if (!halted_.empty()) return Status(Code::kHalted, halted_);
   if (stops_) return Status(Code::kHalted, "this process has left the job");
   is_taken_ = true;
-  return place_;
+  return assignment_;
 }
 
 bool MemberService::IsGivenUp() {
@@ -416,11 +418,11 @@ bool MemberService::IsGivenUp() {
 
 void MemberService::Joined(std::optional<RunningGeneration> running) {
   const Lock lock(mutex_);
-  if (!machine_ || !place_) return;
+  if (!machine_ || !assignment_) return;
   machine_->Tick(SteadyClock().NowNs());
-  const GenerationNumber generation = place_->list.generation;
-  if (running) NoteStarted(place_->list);
-  place_.reset();
+  const GenerationNumber generation = assignment_->list.generation;
+  if (running) NoteStarted(assignment_->list);
+  assignment_.reset();
   ping_ns_ = 0;
   is_taken_ = is_given_up_ = false;
   if (running) {

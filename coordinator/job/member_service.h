@@ -50,7 +50,7 @@ struct RunningGeneration {
 };
 
 /// Where this process is to join.
-struct MemberPlace {
+struct MemberAssignment {
   MemberList list;
   int rank = 0;
   std::shared_ptr<Listener> listener;  ///< Of rank 0, at list.root.
@@ -58,8 +58,8 @@ struct MemberPlace {
 
 /// A thread answers the other members, also while the program computes, and sleeps otherwise.
 ///
-/// Thread safety: any thread; Agree, AwaitPlace and Joined by the one that takes the process from
-/// generation to generation. Nothing blocks but AwaitPlace and Leave.
+/// Thread safety: any thread; Agree, AwaitAssignment and Joined by the one that takes the process
+/// from generation to generation. Nothing blocks but AwaitAssignment and Leave.
 class MemberService {
  public:
   struct Options {
@@ -89,8 +89,8 @@ class MemberService {
   /// It has ended: the next one is to be agreed on.
   void Agree(const Losses& losses);
   /// Waits up to `timeout_ns` (< 0: no limit). @return nothing: not yet; Halted, for good.
-  Result<std::optional<MemberPlace>> AwaitPlace(int64_t timeout_ns);
-  /// The join of the last place is to be given up.
+  Result<std::optional<MemberAssignment>> AwaitAssignment(int64_t timeout_ns);
+  /// The join of the last one is to be given up.
   bool IsGivenUp();
   /// How that ended; `running` if well.
   void Joined(std::optional<RunningGeneration> running);
@@ -142,7 +142,7 @@ class MemberService {
   bool is_ending_ = false;              // the engine has been told to end
   bool has_ended_ = false;              // the machine knows that the generation has ended
   std::shared_ptr<Listener> listener_;  // of the last kOpen
-  std::optional<MemberPlace> place_;
+  std::optional<MemberAssignment> assignment_;
   bool is_taken_ = false;  // somebody joins there
   bool is_given_up_ = false;
   std::string halted_;  // why

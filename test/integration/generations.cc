@@ -204,7 +204,7 @@ bool SumUp(farandole_context* context, Place& place, Sum& sum, int size) {
     }
     Require(sum.data[255] == static_cast<float>(size), "the sum");
     if (is_first) place.first_sum_ms.store(NowMs());
-    if (is_first && size == kRanks) {
+    if (is_first && size == kRanks && place.rank.load() == 0) {
       place.use[0].store(Status("VmRSS"));
       place.use[1].store(Descriptors());
       place.use[2].store(Status("Threads"));
@@ -250,6 +250,7 @@ struct Job {
     Place& place = board->places[static_cast<size_t>(at)];
     place.generation.store(0);
     place.leaves.store(false);
+    place.use[0].store(0);
     std::fflush(nullptr);
     processes[static_cast<size_t>(at)] = fork();
     if (processes[static_cast<size_t>(at)] == 0) BeMember(at, is_new);
@@ -359,7 +360,7 @@ int Run(int count) {
     const int rank = n / 5 % kRanks;
     took_ms[static_cast<size_t>(loss)].push_back(
         Lose(job, loss, rank, spares ? kRanks - 1 : -1, generation));
-    if (2 * n >= count && before[0] == 0 && 2 * n >= count + 10) {
+    if (spares && before[0] == 0) {
       for (size_t i = 0; i < 3; ++i) before[i] = spared.use[i].load();
     }
   }

@@ -139,20 +139,21 @@ def environment(tree: Tree) -> Iterator[str]:
 
 
 def threads(tree: Tree) -> Iterator[str]:
-    """Threads are started by the engine, launch queue, timeline, flight recorder, hub of sockets and bootstrap."""
+    """Threads are started by the engine, launch queue, timeline, flight recorder, hub of sockets, bootstrap and members."""
     start = re.compile(r"\bstd::(?:jthread|async)\b|\bstd::thread\b(?!::)|\bpthread_create\b")
     for path, number, line in lines_of(tree):
         if folder(path) in ("examples", "test"):
             continue
         places = ("coordinator/engine/", "coordinator/diagnosis/program_probe.", "ops/gpu/launch_queue.",
-                  "core/timeline.", "core/flight_recorder.", "core/net/stream_hub.", "coordinator/job/bootstrap.")
+                  "core/timeline.", "core/flight_recorder.", "core/net/stream_hub.", "coordinator/job/bootstrap.",
+                  "coordinator/job/member_service.")
         if path.startswith(places):
             continue
         if start.search(without_comments(line)):
             yield (
                 f"{path}:{number}: threads live in coordinator/engine/, coordinator/diagnosis/program_probe.*, "
-                "ops/gpu/launch_queue.*, core/timeline.*, core/flight_recorder.*, core/net/stream_hub.* and "
-                "coordinator/job/bootstrap.* only"
+                "ops/gpu/launch_queue.*, core/timeline.*, core/flight_recorder.*, core/net/stream_hub.*, "
+                "coordinator/job/bootstrap.* and coordinator/job/member_service.* only"
             )
 
 

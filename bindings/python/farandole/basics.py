@@ -38,10 +38,10 @@ from farandole.exceptions import (
 )
 
 __all__ = [
-    "ProcessSet", "add_process_set", "ccl_built", "change_is_due", "counters", "cross_rank", "cross_size",
-    "cuda_built", "ddl_built", "generation", "global_process_set", "gloo_built", "gloo_enabled", "init",
-    "is_homogeneous", "is_initialized", "local_rank", "local_size", "members", "mpi_built", "mpi_enabled",
-    "mpi_threads_supported", "nccl_built", "rank", "reinit", "remove_process_set", "rocm_built", "shutdown",
+    "ProcessSet", "add_process_set", "ccl_built", "counters", "cross_rank", "cross_size",
+    "cuda_built", "ddl_built", "global_process_set", "gloo_built", "gloo_enabled", "init",
+    "is_homogeneous", "is_initialized", "local_rank", "local_size", "mpi_built", "mpi_enabled",
+    "mpi_threads_supported", "nccl_built", "rank", "remove_process_set", "rocm_built", "shutdown",
     "size", "start_timeline", "stop_timeline",
 ]  # fmt: skip
 
@@ -172,9 +172,9 @@ def init(
             if it is initialized, is found without this. Rank 0 sets a key again for its next job. A prefix that
             is new for each job keeps processes that start later from what an earlier job has left. Threads of their
             own call it, one call after the other.
-        elastic: The job can go on with other ranks: see :func:`reinit`. The same on all ranks; also
+        elastic: The job can go on with other ranks: see :func:`farandole.reinit`. The same on all ranks; also
             FARANDOLE_ELASTIC=1. Over TCP.
-        members: Where ranks of a running elastic job listen, as :func:`members` says it: this process asks them
+        members: Where ranks of a running elastic job listen, as :func:`farandole.members` says it: this process asks them
             to be let in, and takes the rank that they give it. Also FARANDOLE_MEMBERS.
 
     Raises:
@@ -195,7 +195,7 @@ def init(
         if find() is not None:
             return
         shutdown()  # the rest of one that was interrupted
-        with _horovod.settings():
+        with _horovod.settings(), exit_code_if_halted():
             _Process.default = Context(_join(rank, size, local_rank, address, store, elastic, members))
         _horovod.report(*_Process.default.topology[:2])
         _mark_copies_of_the_environment()
@@ -230,69 +230,25 @@ def _join(
     return _core.Context.init(rank, size, local_rank, address, calls, elastic=elastic, members=members)
 
 
-def reinit() -> None:
-    """Goes on in an elastic job with the ranks that are left and those that have come: its next generation.
-
-    Every rank calls it: after an error that says that ranks are lost or have left, or that the members change; or
-    when :func:`change_is_due`. :func:`rank` and :func:`size` are new, wrapped optimizers go on by themselves,
-    process sets have to be added again. What all ranks have started is completed if they call this within 2 s of each
-    other. After another exception than ValueError this process has left the job.
-
-    Raises:
-        ValueError: The job is not elastic: see :func:`init`.
-        JobHaltedError: Others may go on, or have gone on, without this process.
-    """
-    if _Process.is_forked_child:
-        raise HorovodInternalError(_FORKED)
-    with _Process.init_lock:
-        ended = _Process.default
-        if ended is None:
-            raise HorovodInternalError(_NOT_INITIALIZED)
-        try:
-            core = ended.core.reinit()
-        except JobHaltedError:
-            _end_with_halted()
-            raise
-        finally:
-            if ended.core.is_closed:
-                _Process.default = None
-                ended.close()  # what Python keeps with it
-        exceptions.latest.clear()
-        _Process.default = Context(core)
-        _horovod.report(*_Process.default.topology[:2])
-        with contextlib.suppress(HorovodInternalError):  # the next operation says it again
-            _compare_hosts(_Process.default)
-
-
-def _end_with_halted() -> None:
-    """Where nobody catches a JobHaltedError its sentence is all that is said, and the exit code is its own."""
+@contextlib.contextmanager
+def exit_code_if_halted() -> Iterator[None]:
+    """Where nobody catches a JobHaltedError its message is all that is said, and the exit code is its own."""
     before = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if not isinstance(error, JobHaltedError):
-            return before(kind, error, trace)
+            before(kind, error, trace)
+            return
         if _Process.report_path:
             _report(describe_failure(error))
         print(f"farandole: {error}", file=sys.stderr)
         _core.exit_with(_HALTED)
 
-    sys.excepthook = show
-
-
-def generation() -> int:
-    """Which generation of an elastic job this is: 1, then growing numbers, alike on all ranks; else 1."""
-    return current(ValueError).core.generation()
-
-
-def change_is_due() -> bool:
-    """Whether processes wait to be let into this elastic job, as :func:`reinit` of all ranks does. Rank 0 is sure to
-    know."""
-    return current(ValueError).core.change_is_due()
-
-
-def members() -> str:
-    """Where the ranks of this elastic job listen for newcomers, ``"host:port,..."``; "" if it is not elastic."""
-    return current(ValueError).core.members()
+    try:
+        yield
+    except JobHaltedError:
+        sys.excepthook = show
+        raise
 
 
 def _check_comm(comm: Any) -> None:
