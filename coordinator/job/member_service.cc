@@ -183,7 +183,7 @@ void MemberService::Run() {
     if (!machine_) continue;
     machine_->Tick(SteadyClock().NowNs());
     for (const MemberMail::Event& event : events) Take(event);
-    EndIfOver();
+    EndIfComplete();
     Ping();
     Perform();
   }
@@ -292,7 +292,7 @@ void MemberService::End() {
   }
 }
 
-void MemberService::EndIfOver() {
+void MemberService::EndIfComplete() {
   if (!is_ending_ || (running_.has_ended && !running_.has_ended())) return;
   EndWith(running_.losses ? running_.losses() : Losses());
 }

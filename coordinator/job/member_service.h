@@ -121,7 +121,7 @@ class MemberService {
   void Perform();
   void Open();
   void End();
-  void EndIfOver();
+  void EndIfComplete();
   void EndWith(const Losses& losses);
   void NoteStarted(const MemberList& list);
   void SayLeave();
