@@ -12,7 +12,7 @@ add_compile_options("SHELL:-Xclang -fno-pch-timestamp")
 set(compiled_alone _core conformance_tcp farandole_fake_nccl farandole_fake_nccl_old farandole_test_support integration
   unit_coordinator unit_core unit_nccl unit_ops)
 # Sources of which tests link copies of their own, in the place of an object in the library's archive.
-set(copied "/(applier|decider|negotiation|vote_tally|join|process_name|address|frames|handshake)[.]cc$")
+set(copied "/(applier|decider|negotiation|vote_tally|membership|join|process_name|address|frames|handshake)[.]cc$")
 set(unoptimised farandole farandole_coordinator farandole_proto)
 
 # A precompiled header fits targets with its compile options: those of the libraries that compute, those of the others,

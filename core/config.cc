@@ -97,6 +97,12 @@ const std::array kSettings = {
             "Whether process sets on several hosts reduce and broadcast through shared memory "
             "within each host and over the network only between hosts; 0: over the network "
             "alone."},
+    Setting{"FARANDOLE_ELASTIC", &Config::is_elastic, "", 0, 0, true,
+            "Whether the job can go on with other ranks, by farandole_reinit, after some are lost "
+            "or have left, and when some are added; over TCP."},
+    Setting{"FARANDOLE_MEMBERS", &Config::members, "addresses", 0, 0, false,
+            "Where ranks of a running elastic job listen for others, host:port, separated by "
+            "commas: init asks them to be let in; empty: this process begins the job."},
     Setting{"FARANDOLE_JOIN_ALLREDUCE_ONLY", &Config::join_allreduce_only, "", 0, 0, true,
             "Whether only allreduces work while some ranks have joined, and other collectives "
             "fail, as in Horovod and in farandole.compat."},

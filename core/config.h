@@ -44,8 +44,10 @@ struct Config {
   double shutdown_timeout_s = 30;      ///< Waiting for the others at a bad end.
   bool shared_memory = true;           ///< 0: ranks of one host use the network, too.
   bool hierarchical_allreduce = true;  ///< 0: sets on several hosts know no hosts.
-  bool join_allreduce_only = false;    ///< Once a rank has joined, as Horovod has it.
-  int64_t slots = 0;                   ///< Of the job, see core/slots.h; 0: none.
+  bool is_elastic = false;             ///< Ranks that are lost end a generation, not the job.
+  std::string members;  ///< Of a running job that this process asks to be let in; or empty.
+  int64_t slots = 0;    ///< Of the job, see core/slots.h; 0: none.
+  bool join_allreduce_only = false;  ///< Once a rank has joined, as Horovod has it.
   NanCheck nan_check = NanCheck::kOff;
   LogLevel log_level = LogLevel::kWarning;
   bool allow_pickle = true;     ///< 0: the Python package neither sends nor reads pickles.

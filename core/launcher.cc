@@ -442,6 +442,7 @@ Result<Launcher> DetectLauncher(const Environment& environment, const InitOption
   launcher.is_apart = options.apart;
   if (options.local_rank >= 0) launcher.local_rank = options.local_rank;
   if (launcher.size == 1) {
+    if (options.is_elastic) FARANDOLE_RETURN_IF_ERROR(FindDescriptors(environment, launcher));
     launcher.identity = Identity(environment, launcher);
     return found;
   }

@@ -12,6 +12,8 @@
 
 namespace farandole {
 
+class Listener;
+
 /// What the caller of init says; what it leaves out the launcher says.
 struct InitOptions {
   int rank = -1;  ///< -1: not said; nor are the two below.
@@ -22,9 +24,11 @@ struct InitOptions {
   std::string address;
   std::shared_ptr<Store> store;  ///< Instead of an address; nullptr: none.
   bool apart = false;  ///< No launcher is asked: the job may be one of some of a launcher's ranks.
-  double timeout_s = 0;   ///< The job's Config::stall_shutdown_s where the environment has none.
-  bool in_order = false;  ///< See NegotiationOptions::in_order.
-  int slots = 0;          ///< Config::slots; 0: as the environment says, if not apart.
+  double timeout_s = 0;     ///< The job's Config::stall_shutdown_s where the environment has none.
+  bool in_order = false;    ///< See NegotiationOptions::in_order.
+  bool is_elastic = false;  ///< Config::is_elastic is true, whatever the environment says.
+  std::string members;      ///< Config::members, if it is not empty.
+  int slots = 0;            ///< Config::slots; 0: as the environment says, if not apart.
 };
 
 /// What is known of this process's place in the job.
@@ -57,6 +61,9 @@ struct Launcher {
   int listen_descriptor = -1;  ///< Of rank 0, a socket that listens at `address`; -1: none.
   int key_descriptor = -1;     ///< Holds the job's key, to be read once; -1: none.
   std::string key_file;        ///< Holds the job's key; or empty.
+  std::string key;             ///< Itself, of a job whose generations go on; else empty.
+  /// Likewise of rank 0, in the place of listen_descriptor: the join takes it over.
+  std::shared_ptr<Listener> listener;
 };
 
 /// A rank that has joined sets this variable, and what it starts inherits it: "process identity".

@@ -14,6 +14,7 @@ const char* CodeName(Code code) {
   static constexpr std::string_view kNames[] = {
       "OK",      "InvalidArgument",   "Mismatch",      "Timeout", "Unavailable",
       "Aborted", "ResourceExhausted", "Unimplemented", "Internal"};
+  if (code == Code::kHalted) return "Halted";
   return NameAt(kNames, code, "unknown code").data();
 }
 

@@ -22,6 +22,7 @@ enum class Code : int {
   kResourceExhausted = 6,  ///< A local allocation failed.
   kUnimplemented = 7,
   kInternal = 8,  ///< A bug or a broken protocol. Final.
+  kHalted = 11,   ///< This process must not go on in its job. Never sent.
 };
 
 /// Whether a number, e.g. one that was received, is the code of an error.

@@ -80,6 +80,8 @@ Result<farandole::InitOptions> ToInitOptions(const farandole_init_options* optio
   FARANDOLE_RETURN_IF_ERROR(
       farandole::CheckRange("init: slots", options->slots, farandole::kMostSlots));
   init.slots = options->slots;
+  init.is_elastic = options->is_elastic != 0;
+  if (options->members != nullptr) init.members = options->members;
   if (options->address != nullptr) init.address = options->address;
   if (const farandole_store* store = options->store) {
     if (store->set == nullptr || store->wait == nullptr || store->get == nullptr) {
@@ -88,6 +90,14 @@ Result<farandole::InitOptions> ToInitOptions(const farandole_init_options* optio
     init.store = std::make_shared<CallersStore>(*store);
   }
   return init;
+}
+
+/// The handle is the state of the call: it stays in *context while the answer is PENDING.
+int JoinFor(int64_t timeout_ns, farandole_context** context) {
+  Result<bool> joined = (*context)->generation->Joined(timeout_ns);
+  if (joined.ok()) return joined.value() ? FARANDOLE_OK : FARANDOLE_PENDING;
+  farandole_release(std::exchange(*context, nullptr));
+  return Report(joined.status());
 }
 
 }  // namespace
@@ -108,15 +118,57 @@ int farandole_init_for(const farandole_init_options* options, double timeout_s,
     if (!begun.ok()) return Report(begun.status());
     *context = new farandole_context{std::move(begun).value(), {}, {}};
   }
-  // The handle is the state of the call: it stays in *context while the answer is PENDING.
-  Result<bool> joined = (*context)->generation->Joined(farandole::TimeoutNs(timeout_s));
-  if (joined.ok()) return joined.value() ? FARANDOLE_OK : FARANDOLE_PENDING;
-  farandole_release(std::exchange(*context, nullptr));
-  return Report(joined.status());
+  return JoinFor(farandole::TimeoutNs(timeout_s), context);
 } catch (...) {
   const int code = ReportException();
   farandole_release(std::exchange(*context, nullptr));
   return code;
+}
+
+// As in farandole_init_for the handle of the next generation is the state of the call.
+int farandole_reinit(farandole_context* old, const farandole_reinit_options* options,
+                     farandole_context** next) try {
+  if (old == nullptr || next == nullptr) return ReportNull("old or next");
+  if (options != nullptr) {
+    const Status checked = FARANDOLE_CHECK_STRUCT(farandole_reinit_options, *options);
+    if (!checked.ok()) return Report(checked);
+  }
+  const int64_t timeout_ns = options == nullptr ? -1 : farandole::TimeoutNs(options->timeout_s);
+  if (*next == nullptr) {
+    if (!old->generation->EndForNext(timeout_ns)) return FARANDOLE_PENDING;
+    Result<std::unique_ptr<Generation>> begun = Generation::BeginNext(*old->generation);
+    if (!begun.ok()) return Report(begun.status());
+    *next = new farandole_context{std::move(begun).value(), {}, {}};
+  }
+  return JoinFor(timeout_ns, next);
+} catch (...) {
+  const int code = ReportException();
+  farandole_release(std::exchange(*next, nullptr));
+  return code;
+}
+
+int farandole_generation_number(const farandole_context* context, uint64_t* number) {
+  if (context == nullptr || number == nullptr) return ReportNull("context or number");
+  *number = context->generation->number_in_job();
+  return FARANDOLE_OK;
+}
+
+int farandole_change_is_due(const farandole_context* context, int* is_due) try {
+  if (context == nullptr || is_due == nullptr) return ReportNull("context or is_due");
+  *is_due = context->generation->change_is_due() ? 1 : 0;
+  return FARANDOLE_OK;
+} catch (...) {
+  return ReportException();
+}
+
+int farandole_members(const farandole_context* context, const char** members) try {
+  if (context == nullptr || members == nullptr) return ReportNull("context or members");
+  thread_local std::string text;
+  text = context->generation->members();
+  *members = text.c_str();
+  return FARANDOLE_OK;
+} catch (...) {
+  return ReportException();
 }
 
 int farandole_init_in_process(int size, farandole_context** out) try {

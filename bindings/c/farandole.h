@@ -59,7 +59,9 @@ typedef enum farandole_code {
   FARANDOLE_INTERNAL = 8, /**< final */
   FARANDOLE_PENDING = 9,  /**< farandole_*_wait only: the time given has passed, the work goes on */
   FARANDOLE_GENERATION_ENDED =
-      10 /**< a handle from before farandole_shutdown, and farandole_init has joined again */
+      10, /**< a handle from before farandole_shutdown, and farandole_init has joined again */
+  FARANDOLE_HALTED =
+      11 /**< farandole_reinit only: this process must not go on; it should end with code 75 */
 } farandole_code;
 
 /** Numbers of farandole::DType, ReduceOp, OpKind, WireFormat. */
@@ -205,10 +207,17 @@ typedef struct farandole_init_options {
    * all ranks have the same bits for any number of ranks if each contributes the sum of its slots
    * (farandole_slot_range). The same on all ranks; 0: as FARANDOLE_SLOTS says, or, apart, none. */
   int slots;
+  /** 1: the job is elastic, as by FARANDOLE_ELASTIC=1: see farandole_reinit. The same on all ranks.
+   */
+  int is_elastic;
+  /** Where ranks of a running elastic job listen, "host:port,..." as farandole_members says it:
+   * this process asks them to be let in, and takes the rank that they give it. FARANDOLE_MEMBERS;
+   * NULL: as that says. */
+  const char* members;
 } farandole_init_options;
 /** The default options. */
 #define FARANDOLE_INIT_OPTIONS \
-  { sizeof(farandole_init_options), -1, -1, -1, 0, NULL, NULL, 0, 0, 0 }
+  { sizeof(farandole_init_options), -1, -1, -1, 0, NULL, NULL, 0, 0, 0, 0, NULL }
 
 /** Joins the job of this process, over MPI or TCP (FARANDOLE_NETWORK); without a launcher, a job of
  * one rank. Settings come from FARANDOLE_* variables. Collective. `options` NULL: everything is as
@@ -230,15 +239,42 @@ FARANDOLE_API int farandole_init(const farandole_init_options* options, farandol
  * farandole_init with the same arguments goes on with it. */
 FARANDOLE_API int farandole_init_for(const farandole_init_options* options, double timeout_s,
                                      farandole_context** context);
+/** How farandole_reinit is called. */
+typedef struct farandole_reinit_options {
+  size_t struct_size; /**< sizeof(farandole_reinit_options) */
+  double timeout_s;   /**< how long one call waits; < 0: no limit */
+} farandole_reinit_options;
+/** Goes on in an elastic job with the ranks that are left and those that have come: its next
+ * generation, with ranks and a size of its own. After a failure that named lost ranks, after an
+ * ABORTED because ranks have left or the members change, or when farandole_change_is_due: all ranks
+ * call it. It ends `old`, if that has not ended; release it afterwards. What all ranks have started
+ * is completed if they call this within 2 s of each other.
+ *
+ * *next NULL begins. PENDING, after options->timeout_s (options NULL: no limit): call it again with
+ * the same arguments; or, with *next not NULL, farandole_release(*next) gives up and leaves the
+ * job. Errors: HALTED, with the reason, if others may go on without this process; INVALID_ARGUMENT
+ * for a job that is not elastic, or over MPI, or in one process. After an error *next is NULL and
+ * this process has left the job. */
+FARANDOLE_API int farandole_reinit(farandole_context* old, const farandole_reinit_options* options,
+                                   farandole_context** next);
+/** Which generation of the job this is: 1, then growing numbers, alike on all ranks. */
+FARANDOLE_API int farandole_generation_number(const farandole_context* context, uint64_t* number);
+/** *is_due: whether processes wait to be let into this elastic job, as farandole_reinit of all
+ * ranks does. Rank 0 is sure to know. */
+FARANDOLE_API int farandole_change_is_due(const farandole_context* context, int* is_due);
+/** Where the ranks of this elastic job listen for newcomers, as init_options.members has it; "" if
+ * it is none. Valid until the thread's next farandole call. */
+FARANDOLE_API int farandole_members(const farandole_context* context, const char** members);
 /** `size` ranks inside this process, one context per rank, for tests and tools; each may be used by
  * its own thread. */
 FARANDOLE_API int farandole_init_in_process(int size, farandole_context** out);
 /** Leaves the job: waits until every rank has left, as long as the other ranks live, then stops the
- * threads. Pending work ends with ABORTED. Idempotent. If a thread hangs inside a library for
- * FARANDOLE_SHUTDOWN_TIMEOUT_S, it is left behind and the result is TIMEOUT: tensors are not
- * touched any more even if that thread returns, and farandole_release frees nothing. If a process
- * returns 0 from main, or calls exit(0), without this, an exit handler of the library shuts it
- * down. Errors: the one that ended the job, unless an operation, a work, gradients or
+ * threads. An elastic job goes on: within 4 s this rank is out, and the others' operations return
+ * ABORTED, which says so. Pending work ends with ABORTED. Idempotent. If a thread hangs inside a
+ * library for FARANDOLE_SHUTDOWN_TIMEOUT_S, it is left behind and the result is TIMEOUT: tensors
+ * are not touched any more even if that thread returns, and farandole_release frees nothing. If a
+ * process returns 0 from main, or calls exit(0), without this, an exit handler of the library shuts
+ * it down. Errors: the one that ended the job, unless an operation, a work, gradients or
  * farandole_check has returned it already. */
 FARANDOLE_API int farandole_shutdown(farandole_context* context);
 /** farandole_shutdown in slices: begins or continues to leave for up to `timeout_s` (< 0: no

@@ -4,9 +4,13 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <optional>
 
 #include "bindings/c/farandole.h"
@@ -313,14 +317,19 @@ void BindContext(py::module_& m) {
           "init",
           [](std::optional<int> rank, std::optional<int> size, std::optional<int> local_rank,
              std::optional<std::string> address, py::object store, bool apart, double timeout_s,
-             bool in_order, int slots) {
+             bool in_order, int slots, bool elastic, std::optional<std::string> members) {
             return Context::Init({rank, size, local_rank, std::move(address), std::move(store),
-                                  apart, timeout_s, in_order, slots});
+                                  apart, timeout_s, in_order, slots, elastic, std::move(members)});
           },
           py::arg("rank") = py::none(), py::arg("size") = py::none(),
           py::arg("local_rank") = py::none(), py::arg("address") = py::none(),
           py::arg("store") = py::none(), py::arg("apart") = false, py::arg("timeout_s") = 0.0,
-          py::arg("in_order") = false, py::arg("slots") = 0)
+          py::arg("in_order") = false, py::arg("slots") = 0, py::arg("elastic") = false,
+          py::arg("members") = py::none())
+      .def("reinit", &Context::Reinit)
+      .def("generation", &Context::GenerationNumber)
+      .def("change_is_due", &Context::IsChangeDue)
+      .def("members", &Context::Members)
       .def_static("in_process", &Context::InProcess, py::arg("size"))
       .def_static("forget_all", &Context::ForgetAll)
       .def_property_readonly("is_closed", &Context::is_closed)
@@ -510,6 +519,16 @@ void BindGradients(py::module_& m) {
 
 }  // namespace
 
+/// The interpreter ends with 1 after an exception, and knows no other way.
+void ExitWith(int code) {
+  (void)on_exit(
+      [](int, void* chosen) {
+        std::fflush(nullptr);
+        _exit(static_cast<int>(reinterpret_cast<intptr_t>(chosen)));
+      },
+      reinterpret_cast<void*>(static_cast<intptr_t>(code)));
+}
+
 PYBIND11_MODULE(_core, m) {
   m.doc() = "The C ABI of Farandole; use the package farandole instead.";
   m.attr("version") = farandole_version();
@@ -523,6 +542,7 @@ PYBIND11_MODULE(_core, m) {
       py::cpp_function(&farandole::python::StopDescribingThreads));
   py::module_::import("atexit").attr("register")(
       py::cpp_function(&farandole::python::StopCallingBack));
+  m.def("exit_with", &ExitWith, py::arg("code"));
   BindContext(m);
   BindWork(m);
   BindGradientSlot(m);

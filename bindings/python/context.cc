@@ -96,6 +96,8 @@ std::shared_ptr<Context> JoinJob(const InitArguments& arguments, farandole_conte
   options.timeout_s = arguments.timeout_s;
   options.in_order = arguments.in_order ? 1 : 0;
   options.slots = arguments.slots;
+  options.is_elastic = arguments.is_elastic ? 1 : 0;
+  if (arguments.members) options.members = arguments.members->c_str();
   if (arguments.address) options.address = arguments.address->c_str();
   PythonStore python_store(arguments.store);
   const farandole_store store = python_store.ForC();
@@ -137,6 +139,49 @@ std::shared_ptr<Context> Context::Init(const InitArguments& arguments) {
     farandole_release(handle);
     throw;
   }
+}
+
+std::shared_ptr<Context> Context::Reinit() {
+  farandole_context* const handle = get();
+  for (const std::shared_ptr<Work>& work : in_flight_) work->NoteFailure();
+  farandole_context* next = nullptr;
+  int code = FARANDOLE_PENDING;
+  closing_ = true;
+  try {
+    const CallGuard guard(*this);
+    while (code == FARANDOLE_PENDING) {
+      code = WaitInSlices(kSliceSeconds, [&](double slice_s) {
+        const farandole_reinit_options options = {sizeof options, slice_s};
+        return farandole_reinit(handle, &options, &next);
+      });
+    }
+  } catch (...) {
+    py::gil_scoped_release release;
+    farandole_release(next);
+    throw;
+  }
+  if (code == FARANDOLE_INVALID_ARGUMENT) closing_ = false;  // nothing has begun
+  if (code != FARANDOLE_INVALID_ARGUMENT && !is_closed()) Release();
+  Check(code);
+  return std::make_shared<Context>(next);
+}
+
+uint64_t Context::GenerationNumber() const {
+  uint64_t number = 0;
+  Check(farandole_generation_number(get(), &number));
+  return number;
+}
+
+bool Context::IsChangeDue() const {
+  int is_due = 0;
+  Check(farandole_change_is_due(get(), &is_due));
+  return is_due != 0;
+}
+
+std::string Context::Members() const {
+  const char* members = "";
+  Check(farandole_members(get(), &members));
+  return members;
 }
 
 std::vector<std::shared_ptr<Context>> Context::InProcess(int size) {

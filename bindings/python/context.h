@@ -68,11 +68,13 @@ struct Submission {
 struct InitArguments {
   std::optional<int> rank, size, local_rank;
   std::optional<std::string> address;
-  pybind11::object store;  ///< None, or _store.StoreCalls.
-  bool apart = false;      ///< No launcher is asked.
-  double timeout_s = 0;    ///< As in farandole_init_options.
-  bool in_order = false;   ///< As there.
-  int slots = 0;           ///< As there.
+  pybind11::object store;   ///< None, or _store.StoreCalls.
+  bool apart = false;       ///< No launcher is asked.
+  double timeout_s = 0;     ///< As in farandole_init_options.
+  bool in_order = false;    ///< As there.
+  int slots = 0;            ///< As there.
+  bool is_elastic = false;  ///< As there, like the next.
+  std::optional<std::string> members;
 };
 
 /// One rank's engine.
@@ -82,6 +84,12 @@ class Context : public std::enable_shared_from_this<Context> {
   /// with the arguments of the first; not from two threads at once, unless the job is apart. The
   /// store's functions are called on this thread.
   static std::shared_ptr<Context> Init(const InitArguments& arguments);
+  /// farandole_reinit, interruptibly: this context ends as by Close. After an exception the process
+  /// has left the job.
+  std::shared_ptr<Context> Reinit();
+  uint64_t GenerationNumber() const;
+  bool IsChangeDue() const;
+  std::string Members() const;
   /// `size` ranks inside this process.
   static std::vector<std::shared_ptr<Context>> InProcess(int size);
   /// From now on every existing context of this process is closed and stays untouched: for a child

@@ -21,6 +21,8 @@ const char* ExceptionName(int code) {
       return "AbortedError";
     case FARANDOLE_GENERATION_ENDED:
       return "GenerationEndedError";
+    case FARANDOLE_HALTED:
+      return "JobHaltedError";
     default:
       return "HorovodInternalError";
   }

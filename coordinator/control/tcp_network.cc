@@ -33,9 +33,10 @@ using Addresses = std::vector<SocketAddress>;
 /// links.
 class TcpNetwork final : public Network {
  public:
-  TcpNetwork(TcpNetworkOptions options, std::optional<HostPort> root, InterfaceList interfaces)
+  TcpNetwork(TcpNetworkOptions options, std::vector<HostPort> roots, InterfaceList interfaces)
       : options_(std::move(options)),
-        root_(std::move(root)),
+        roots_(std::move(roots)),
+        root_(roots_.empty() ? std::nullopt : std::optional(roots_.front())),
         interfaces_(std::move(interfaces)),
         adopted_(std::exchange(options_.listen_descriptor, -1)) {}
 
@@ -72,15 +73,6 @@ class TcpNetwork final : public Network {
     return key;
   }
 
-  // Ranks of different jobs find out before they compare keys. How many ranks there are is said by
-  // who registers: it may change from one generation of a job to the next.
-  uint32_t JobTag() const {
-    const Digest digest = Sha256({TextBytes(options_.job)});
-    uint32_t tag = 0;
-    std::memcpy(&tag, digest.data(), sizeof tag);
-    return tag;
-  }
-
   // At most: a control stream each way and, in each plane, some to every other rank. What lacks is
   // much the same on all ranks, so one of them warns.
   void Reserve(int data_streams) {
@@ -94,17 +86,17 @@ class TcpNetwork final : public Network {
   }
 
   Result<std::shared_ptr<StreamHub>> MakeHub(const LinkOptions& options) const {
-    Result<std::unique_ptr<StreamHub>> hub =
-        StreamHub::Create({.party = {.key = key_, .job = JobTag(), .rank = options_.rank},
-                           .size = options_.size,
-                           .streams = options_.streams,
-                           .connect_timeout_ns = options.timeout_ns,
-                           .patience_ns = options_.patience_ns,
-                           .stop = options_.stop,
-                           .clock = options_.clock,
-                           .log = options_.log,
-                           .doorbell = options.doorbell,
-                           .liveness = options.liveness});
+    Result<std::unique_ptr<StreamHub>> hub = StreamHub::Create(
+        {.party = {.key = key_, .job = JobTag(options_.job), .rank = options_.rank},
+         .size = options_.size,
+         .streams = options_.streams,
+         .connect_timeout_ns = options.timeout_ns,
+         .patience_ns = options_.patience_ns,
+         .stop = options_.stop,
+         .clock = options_.clock,
+         .log = options_.log,
+         .doorbell = options.doorbell,
+         .liveness = options.liveness});
     if (!hub.ok()) return hub.status();
     return std::shared_ptr<StreamHub>(std::move(hub.value()));
   }
@@ -225,7 +217,7 @@ class TcpNetwork final : public Network {
   }
 
   Result<Addresses> FindRoot(StreamHub& hub) {
-    if (options_.store == nullptr) return Resolve(*root_);
+    if (options_.store == nullptr) return ResolveRoots();
     Result<std::string> value = AskStore();
     if (!value.ok()) return value.status();
     const Status malformed =
@@ -246,6 +238,18 @@ class TcpNetwork final : public Network {
       addresses.push_back(address.value());
     }
     return addresses;
+  }
+
+  // Those that can be resolved, or why the last one cannot.
+  Result<Addresses> ResolveRoots() const {
+    Addresses all;
+    Status failed;
+    for (const HostPort& root : roots_) {
+      const Result<Addresses> found = Resolve(root);
+      if (!found.ok()) failed = found.status();
+      if (found.ok()) all.insert(all.end(), found.value().begin(), found.value().end());
+    }
+    return all.empty() ? Result<Addresses>(failed) : all;
   }
 
   // In slices, for who stops the join.
@@ -271,7 +275,8 @@ class TcpNetwork final : public Network {
   }
 
   TcpNetworkOptions options_;
-  const std::optional<HostPort> root_;
+  const std::vector<HostPort> roots_;
+  const std::optional<HostPort> root_;  // the first
   const InterfaceList interfaces_;
   const Listener adopted_;
   JobKey key_{};
@@ -285,16 +290,13 @@ class TcpNetwork final : public Network {
 
 Result<std::unique_ptr<Network>> MakeTcpNetwork(TcpNetworkOptions options) {
   Listener adopted(options.listen_descriptor);  // taken over, whatever follows
-  std::optional<HostPort> root;
-  if (!options.address.empty()) {
-    Result<HostPort> parsed = ParseHostPort(options.address);
-    if (!parsed.ok()) return parsed.status();
-    root = parsed.value();
-  }
-  if (!root && options.store == nullptr && options.size > 1) {
+  Result<std::vector<HostPort>> roots = ParseHostPorts(options.address);
+  if (!roots.ok()) return roots.status();
+  const HostPort* const root = roots.value().empty() ? nullptr : &roots.value().front();
+  if (root == nullptr && options.store == nullptr && options.size > 1) {
     return InvalidArgument("TCP: neither an address nor a store says where rank 0 is");
   }
-  if (root && root->port == 0 && options.listen_descriptor < 0 && options.size > 1) {
+  if (root != nullptr && root->port == 0 && options.listen_descriptor < 0 && options.size > 1) {
     return InvalidArgument("TCP: address \"" + options.address + "\": the port is 0");
   }
   if (!options.key.empty() && options.key.size() != sizeof(JobKey)) {
@@ -312,8 +314,8 @@ Result<std::unique_ptr<Network>> MakeTcpNetwork(TcpNetworkOptions options) {
   Result<InterfaceList> interfaces = ParseInterfaces(options.interfaces);
   if (!interfaces.ok()) return interfaces.status();
   options.listen_descriptor = adopted.Release();
-  return std::unique_ptr<Network>(std::make_unique<TcpNetwork>(std::move(options), std::move(root),
-                                                               std::move(interfaces.value())));
+  return std::unique_ptr<Network>(std::make_unique<TcpNetwork>(
+      std::move(options), std::move(roots.value()), std::move(interfaces.value())));
 }
 
 }  // namespace farandole

@@ -17,7 +17,8 @@ namespace farandole {
 struct TcpNetworkOptions {
   int rank = 0;
   int size = 1;
-  /// Where rank 0 listens: "node7:29500", "[fe80::1%eth0]:29500". Empty where a store says it.
+  /// Where rank 0 listens: "node7:29500", "[fe80::1%eth0]:29500"; several, separated by commas, are
+  /// tried in this order. Empty where a store says it.
   std::string address;
   /// Rank 0 only: a socket that listens at `address` already, and that is taken over; -1: none.
   int listen_descriptor = -1;

@@ -12,12 +12,14 @@
 #include <optional>
 #include <utility>
 
+#include "coordinator/control/gather_text.h"
 #include "coordinator/control/graces.h"
 #include "coordinator/control/host_transport.h"
 #include "coordinator/control/in_process.h"
 #include "coordinator/control/tcp_network.h"
 #include "coordinator/job/world.h"
 #include "coordinator/liveness/listen_beside.h"
+#include "coordinator/membership/encoding.h"
 #include "core/futex.h"
 #include "ops/cpu/kernels.h"
 #include "ops/p2p/plane.h"
@@ -214,6 +216,19 @@ void Connections::Close(bool clean) {
   // Only now: another thread may call exit at any time, and World must not finalise MPI
   // while objects of ours still use it.
   if (uses_mpi && clean) World::Get().MpiGenerationEnded();
+}
+
+MemberService::Options MemberOptions(const Config& config, std::string key, std::string job,
+                                     std::vector<SocketAddress> where) {
+  MemberService::Options options;
+  options.key = std::move(key);
+  options.job = std::move(job);
+  options.where = std::move(where);
+  options.is_anywhere = config.interfaces.empty();
+  options.log_level = config.log_level;
+  options.silence_ns = ToNs(config.liveness_timeout_s);
+  options.join_ns = ToNs(config.init_timeout_s) / 4;
+  return options;
 }
 
 std::shared_ptr<InProcessJob> JobInProcess(int size) {
@@ -428,9 +443,11 @@ Result<Network*> Bootstrap::StartMpi() {
 }
 
 Result<Network*> Bootstrap::StartTcp() {
-  Result<std::string> key = World::Get().Key(launcher_, deadline_ns_, stop_.get_token());
+  Result<std::string> key = launcher_.key;
+  if (launcher_.key.empty()) key = World::Get().Key(launcher_, deadline_ns_, stop_.get_token());
   if (!key.ok()) return key.status();
-  Result<int> socket = World::Get().Listener(launcher_);
+  Result<int> socket = launcher_.listener != nullptr ? launcher_.listener->Release()
+                                                     : World::Get().Listener(launcher_);
   if (!socket.ok()) return socket.status();
   std::shared_ptr<Store> store = store_;
   if (!launcher_.folder.empty()) {
@@ -476,6 +493,7 @@ Status Bootstrap::Connect(Network& network) {
       RunRendezvous(*made.transport, MyHello(config_, *made.flat), TimeLeftNs());
   if (!rendezvous.ok()) return rendezvous.status();
   made.rendezvous = std::move(rendezvous).value();
+  if (config_.is_elastic && launcher_.key.empty()) FARANDOLE_RETURN_IF_ERROR(MeetMembers());
   if (made.uses_mpi) FARANDOLE_RETURN_IF_ERROR(WatchOtherHosts());
   FARANDOLE_RETURN_IF_ERROR(ShareHostMemory());
   made.transport->SetNeighbours(Neighbours(made.rendezvous.parent, made.transport->rank()));
@@ -498,6 +516,26 @@ LinkOptions Bootstrap::Links() {
   links.timeout_ns = TimeLeftNs();
   links.memory = &connections_->memory;
   return links;
+}
+
+// Of the first generation: the later ones know their members from its proposal.
+Status Bootstrap::MeetMembers() {
+  Connections& made = *connections_;
+  const JobKey key = made.hub->key();
+  Result<std::shared_ptr<MemberService>> service = MemberService::Create(
+      MemberOptions(config_, TextOf(key), launcher_.job, made.hub->Peer(launcher_.rank)));
+  if (!service.ok()) return service.status();
+  made.service = std::move(service).value();
+  Result<std::vector<std::string>> texts =
+      made.transport->Allgather(EncodeMembership({.sender = made.service->self()}), TimeLeftNs());
+  if (!texts.ok()) return texts.status();
+  for (const std::string& text : texts.value()) {
+    Result<MembershipMessage> message = DecodeMembership(TextBytes(text));
+    if (!message.ok()) return message.status();
+    made.first.members.push_back(std::move(message.value().sender));
+  }
+  made.first.generation = {1, made.first.members.front().id};
+  return {};
 }
 
 // MPI carries work and bad news alike, and none while it is stuck; it notices no death by itself.

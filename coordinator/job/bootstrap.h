@@ -13,6 +13,7 @@
 
 #include "coordinator/control/rendezvous.h"
 #include "coordinator/control/share_memory.h"
+#include "coordinator/job/member_service.h"
 #include "coordinator/liveness/peer_watch.h"
 #include "coordinator/liveness/table.h"
 #include "core/borrowed_memory.h"
@@ -53,11 +54,18 @@ struct Connections {
   /// Of the hierarchical plane alone, if there is one.
   std::array<std::unique_ptr<DataPlane>, 2> cross_planes;
   bool uses_mpi = false;
+  /// Of the first generation of an elastic job: what this process has for the next ones, too.
+  std::shared_ptr<MemberService> service;
+  MemberList first;
 
   /// Ends what is left, once nothing else uses it. @param clean  All ranks have left: else objects
   /// of MPI, which may hold requests, are leaked.
   void Close(bool clean);
 };
+
+/// How processes of a job listen for each other. @param where  Addresses of this one.
+MemberService::Options MemberOptions(const Config& config, std::string key, std::string job,
+                                     std::vector<SocketAddress> where);
 
 /// `size` ranks in this process share it. All are built from one config by one thread.
 std::shared_ptr<InProcessJob> JobInProcess(int size);
@@ -92,6 +100,7 @@ class Bootstrap : public std::enable_shared_from_this<Bootstrap> {
   Result<Network*> StartTcp();
   Status Connect(Network& network);
   Status CreatePlane(Network& network, std::unique_ptr<DataPlane>& plane);
+  Status MeetMembers();
   Status WatchOtherHosts();
   Status ShareHostMemory();
   Status AddCrossPlanes(Network& network);

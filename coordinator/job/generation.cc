@@ -7,6 +7,7 @@
 #include <thread>
 #include <utility>
 
+#include "coordinator/control/gather_text.h"
 #include "coordinator/control/host_transport.h"
 #include "coordinator/job/world.h"
 #include "ops/cpu/kernels.h"
@@ -77,6 +78,18 @@ Lifecycle::Parting OfThisProcess(Lifecycle::Parting parting) {
   return parting;
 }
 
+// For the others to leave a generation of an elastic job as well.
+constexpr int64_t kLeaveTogetherNs = 2 * kNsPerSecond;
+// How often a join is asked whether it is to be given up.
+constexpr int64_t kSliceNs = 10 * kNsPerMs;
+
+constexpr const char* kNotOverMpi =
+    "init: an elastic job goes over TCP, and this one over MPI, which ends with its first rank; "
+    "FARANDOLE_NETWORK=tcp and FARANDOLE_ADDRESS, or init's address, make it one";
+constexpr const char* kNotElastic =
+    "reinit: this job is not elastic; init(elastic=True), is_elastic or FARANDOLE_ELASTIC=1, the "
+    "same on all ranks, makes it so, over TCP";
+
 // For its exit code to reach the others.
 constexpr int64_t kSayCodeNs = 100 * kNsPerMs;
 // For callbacks at the exit of the program.
@@ -103,17 +116,144 @@ bool Generation::IsInCallback() const { return engine_ != nullptr && engine_->Is
 Generation::~Generation() {
   if (engine_ != nullptr) Close();
   if (bootstrap_ != nullptr) bootstrap_->Abandon();
+  if (service_ != nullptr) service_->Leave();
 }
 
 Result<bool> Generation::Joined(int64_t timeout_ns) {
+  if (beginning_ != nullptr) return HasBegun(timeout_ns);
   if (engine_ != nullptr) return true;
+  if (service_ != nullptr) return JoinedAsMember(timeout_ns);
   Result<std::unique_ptr<Connections>> joined = bootstrap_->Joined(timeout_ns);
   if (!joined.ok()) return joined.status();
   if (joined.value() == nullptr) return false;
   bootstrap_.reset();
   StartEngine(std::move(joined).value(), World::Get().CountGeneration());
   World::Get().List(this);
+  if (joined_->service != nullptr) {
+    service_ = std::exchange(joined_->service, nullptr);
+    list_ = std::move(joined_->first);
+    service_->Begin(list_, Running());
+  }
   return true;
+}
+
+// A join that fails, or that the members give up, is followed by another list.
+Result<bool> Generation::JoinedAsMember(int64_t timeout_ns) {
+  const int64_t until_ns = timeout_ns < 0 ? kNever : SteadyClock().NowNs() + timeout_ns;
+  for (;;) {
+    if (!assignment_) {
+      const Result<bool> is_assigned = TakeAssignment(until_ns);
+      if (!is_assigned.ok() || !is_assigned.value()) return is_assigned;
+    }
+    const Result<bool> joined = JoinedAt(*assignment_, until_ns);
+    if (joined.ok() && !joined.value()) return false;
+    if (joined.ok()) list_ = std::move(assignment_->list);
+    assignment_.reset();
+    service_->Joined(joined.ok() ? std::optional(Running()) : std::nullopt);
+    if (!joined.ok()) continue;
+    FARANDOLE_RETURN_IF_ERROR(BeginTogether());
+    if (until_ns == kNever) return Joined(-1);
+    return Joined(std::max<int64_t>(until_ns - SteadyClock().NowNs(), 0));
+  }
+}
+
+// The first collective, after which newcomers count. A generation that ends in it has begun, too:
+// the next call says why.
+Status Generation::BeginTogether() {
+  const KeyName name = {kGlobalSet, OpKind::kBarrier, "farandole.members"};
+  Signature signature;
+  signature.kind = OpKind::kBarrier;
+  uint32_t version = 0;
+  Result<Operation*> barrier = engine_->operations().Prepare(name, signature, &version);
+  if (!barrier.ok()) return barrier.status();
+  const HeldOperation held(barrier.value());
+  Result<std::shared_ptr<Work>> work = engine_->Start(*held, {}, {}, {}, true, {}, version);
+  if (work.ok()) beginning_ = std::move(work).value();
+  return {};
+}
+
+Result<bool> Generation::HasBegun(int64_t timeout_ns) {
+  if (!engine_->Wait(*beginning_, timeout_ns)) return false;
+  if (std::exchange(beginning_, nullptr)->status().ok()) service_->Computed(list_.generation);
+  return true;
+}
+
+// @return false: not yet.
+Result<bool> Generation::TakeAssignment(int64_t until_ns) {
+  const int64_t by_ns = std::min(until_ns, let_in_by_ns_);
+  const int64_t left_ns = std::max<int64_t>(by_ns - SteadyClock().NowNs(), 0);
+  Result<std::optional<MemberAssignment>> assigned =
+      service_->AwaitAssignment(by_ns == kNever ? -1 : left_ns);
+  if (!assigned.ok()) return assigned.status();
+  assignment_ = std::move(assigned).value();
+  if (assignment_ || SteadyClock().NowNs() < let_in_by_ns_) return assignment_.has_value();
+  return Timeout("init: none of the members at " + config_.members +
+                 " has let this process in within FARANDOLE_INIT_TIMEOUT_S");
+}
+
+// @return false: not yet; an error: it has failed, or is given up.
+Result<bool> Generation::JoinedAt(MemberAssignment& assignment, int64_t until_ns) {
+  const auto size = static_cast<int>(assignment.list.members.size());
+  if (size == 1) {
+    const uint64_t number = World::Get().CountGeneration();
+    FARANDOLE_RETURN_IF_ERROR(JoinInProcess(JobInProcess(1), 0, number));
+    World::Get().List(this);
+    return true;
+  }
+  if (bootstrap_ == nullptr) {
+    Launcher launcher;
+    launcher.source = "the job's members";
+    launcher.rank = assignment.rank;
+    launcher.size = size;
+    launcher.job = service_->job();
+    launcher.is_chosen = true;
+    launcher.address = assignment.list.root;
+    launcher.key = service_->key();
+    launcher.listener = assignment.listener;
+    Result<std::shared_ptr<Bootstrap>> begun = Bootstrap::Begin({}, config_, launcher);
+    if (!begun.ok()) return begun.status();
+    bootstrap_ = std::move(begun).value();
+  }
+  for (;;) {
+    const int64_t left_ns = std::max<int64_t>(until_ns - SteadyClock().NowNs(), 0);
+    Result<std::unique_ptr<Connections>> joined = bootstrap_->Joined(std::min(left_ns, kSliceNs));
+    if (!joined.ok()) {
+      bootstrap_.reset();
+      return joined.status();
+    }
+    if (joined.value() != nullptr) {
+      bootstrap_.reset();
+      StartEngine(std::move(joined).value(), World::Get().CountGeneration());
+      World::Get().List(this);
+      return true;
+    }
+    if (service_->IsGivenUp()) {
+      std::exchange(bootstrap_, nullptr)->Abandon();
+      return Aborted("the members of the job have given up this generation");
+    }
+    if (left_ns == 0) return false;
+  }
+}
+
+RunningGeneration Generation::Running() {
+  return {[this](const Status& why) { joined_->liveness->NoteAgreed(why); },
+          [this] { return engine_->lifecycle().failed() || engine_->lifecycle().is_shut_down(); },
+          [this] { return FindLosses(); }};
+}
+
+Losses Generation::FindLosses() const {
+  Losses losses;
+  const LivenessTable::Absent absent = joined_->liveness->absent();
+  const auto id_of = [this](int rank) { return list_.members.at(static_cast<size_t>(rank)).id; };
+  for (const int rank : absent.ended) losses.dead.insert(id_of(rank));
+  for (const int rank : absent.silent) losses.suspects.insert(id_of(rank));
+  return losses;
+}
+
+std::string Generation::members() const {
+  std::string text;
+  for (const Member& one : list_.members) text += (text.empty() ? "" : ",") + one.address;
+  return text;
 }
 
 void Generation::AddRecorder() {
@@ -235,11 +375,62 @@ Status Generation::JoinInProcess(std::shared_ptr<InProcessJob> job, int rank, ui
   return {};
 }
 
+// @return whether this process is to be, or to begin, part of an elastic job.
+bool Generation::TakeElastic(const InitOptions& init, Config& config) {
+  if (init.is_elastic) config.is_elastic = true;
+  if (!init.members.empty()) config.members = init.members;
+  if (!config.members.empty()) config.is_elastic = true;
+  if (init.apart) config.is_elastic = false, config.members.clear();
+  return config.is_elastic;
+}
+
+// Of a process that joins no others at first: it comes later, or is alone.
+Status Generation::MakeService(const Launcher& launcher) {
+  const int64_t until_ns = SteadyClock().NowNs() + ToNs(config_.init_timeout_s);
+  Result<std::string> key = World::Get().Key(launcher, until_ns, {});
+  if (!key.ok()) return key.status();
+  const JobKey open = PublicKey(launcher.job);
+  Result<std::vector<std::string>> members = MembersAt(config_.members);
+  if (!members.ok()) return members.status();
+  Result<std::vector<SocketAddress>> where = WhereToListen(config_.interfaces, members.value());
+  if (!where.ok()) return where.status();
+  const std::string text = key.value().empty() ? TextOf(open) : std::move(key).value();
+  Result<std::shared_ptr<MemberService>> service =
+      MemberService::Create(MemberOptions(config_, text, launcher.job, std::move(where).value()));
+  if (!service.ok()) return service.status();
+  service_ = std::move(service).value();
+  let_in_by_ns_ = until_ns;
+  if (!members.value().empty()) service_->Ask(std::move(members).value());
+  return {};
+}
+
+void Generation::BeginAlone() {
+  list_.generation = {1, service_->self().id};
+  list_.members = {service_->self()};
+  World::Get().List(this);
+  service_->Begin(list_, Running());
+}
+
+Result<std::unique_ptr<Generation>> Generation::BeginNext(Generation& ended) {
+  if (ended.service_ == nullptr || !ended.down_) return InvalidArgument(kNotElastic);
+  std::unique_ptr<Generation> next(new Generation());
+  next->config_ = ended.config_;
+  next->config_.members.clear();
+  next->in_order_ = ended.in_order_;
+  next->compute_threads_ = ended.compute_threads_;
+  next->service_ = std::move(ended.service_);
+  next->list_ = ended.list_;
+  next->service_->Agree(ended.FindLosses());
+  return next;
+}
+
 // A single rank never loads MPI, also if mpirun started it.
-Result<std::unique_ptr<Generation>> Generation::Begin(const InitOptions& init) {
+Result<std::unique_ptr<Generation>> Generation::Begin(const InitOptions& asked) {
   const Environment environment = ReadEnvironment();
   Result<Config> config = ParseConfig(environment);
   if (!config.ok()) return config.status();
+  InitOptions init = asked;
+  init.is_elastic = TakeElastic(asked, config.value());
   Result<Launcher> launcher = DetectLauncher(environment, init);
   if (!launcher.ok()) return launcher.status();
   std::unique_ptr<Generation> generation(new Generation());
@@ -250,9 +441,22 @@ Result<std::unique_ptr<Generation>> Generation::Begin(const InitOptions& init) {
   if (init.slots > 0 || init.apart) generation->config_.slots = init.slots;
   generation->in_order_ = init.in_order;
   generation->compute_threads_ = ComputeThreads(environment);
+  if (init.is_elastic) {
+    const bool begins = generation->config_.members.empty();
+    const Result<std::string> network =
+        ChooseNetwork(launcher.value(), generation->config_.network);
+    const bool is_mpi = generation->config_.network == "mpi" ||
+                        (launcher.value().size > 1 && network.ok() && network.value() == "mpi");
+    if (is_mpi) return InvalidArgument(kNotOverMpi);
+    if (!begins || launcher.value().size == 1) {
+      FARANDOLE_RETURN_IF_ERROR(generation->MakeService(launcher.value()));
+      if (!begins) return generation;
+    }
+  }
   if (launcher.value().size == 1) {
     FARANDOLE_RETURN_IF_ERROR(
         generation->JoinInProcess(JobInProcess(1), 0, World::Get().CountGeneration()));
+    if (init.is_elastic) generation->BeginAlone();
     return generation;
   }
   Result<std::shared_ptr<Bootstrap>> begun =
@@ -303,10 +507,40 @@ bool Generation::LeaveAndStop(int64_t timeout_ns, Lifecycle::Parting parting) {
     if (bootstrap_ != nullptr) std::exchange(bootstrap_, nullptr)->Abandon();
     return down_ = true;
   }
+  if (service_ != nullptr) {
+    service_->Leave();
+    const std::string self = RankName(engine_->rank());
+    return LeaveTogether(timeout_ns, std::move(parting), Aborted(self + " has left the job"));
+  }
   leaving_ = engine_->Leave(OfThisProcess(std::move(parting)));
   if (!leaving_->SleepUntilDoneFor(timeout_ns)) return false;
   StopEngine();
   return true;
+}
+
+// Those that leave together complete what all have started. A rank that computes meanwhile learns
+// of it in its next collective: after 2 s it is not waited for.
+bool Generation::LeaveTogether(int64_t timeout_ns, Lifecycle::Parting parting, const Status& why) {
+  const int64_t now_ns = SteadyClock().NowNs();
+  if (leave_by_ns_ == 0) leave_by_ns_ = now_ns + kLeaveTogetherNs;
+  const int64_t left_ns = std::max<int64_t>(leave_by_ns_ - now_ns, 0);
+  leaving_ = engine_->Leave(OfThisProcess(std::move(parting)));
+  const bool is_limited = timeout_ns >= 0 && timeout_ns < left_ns;
+  if (!leaving_->SleepUntilDoneFor(is_limited ? timeout_ns : left_ns)) {
+    if (is_limited) return false;
+    joined_->liveness->NoteAgreed(why);
+    (void)leaving_->SleepUntilDoneFor(kStopTimeoutNs);  // else StopEngine says what is stuck
+  }
+  const bool is_own = engine_->lifecycle().final_error().message() == why.message();
+  StopEngine();
+  if (is_own) shutdown_status_ = {};
+  return true;
+}
+
+bool Generation::EndForNext(int64_t timeout_ns) {
+  std::lock_guard lock(shutdown_);
+  if (down_ || engine_ == nullptr || service_ == nullptr) return true;
+  return LeaveTogether(timeout_ns, {}, Aborted(kMembersChange));
 }
 
 // One thread may close the ranks of its process one after another: the first would wait for ever.
@@ -381,6 +615,7 @@ Generation::Explained Generation::Explain(const Status& failure) {
 // the engine calls them.
 void Generation::StopEngine() {
   World::Get().Unlist(this);
+  if (service_ != nullptr) service_->Forget();
   down_ = true;
   shutdown_status_ = leaving_->done() ? leaving_->status()
                                       : Timeout(

@@ -2,16 +2,20 @@
 // engine over what joining gave it, and takes it down again.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "coordinator/diagnosis/diagnosis.h"
 #include "coordinator/engine/engine.h"
 #include "coordinator/gradients/wrap_comparison.h"
 #include "coordinator/job/bootstrap.h"
+#include "coordinator/job/member_service.h"
 #include "core/config.h"
 #include "core/launcher.h"
 #include "core/timeline.h"
@@ -31,6 +35,10 @@ class Generation {
   /// The rank that the launcher and `init` say; see farandole_init. Only Joined and Shutdown may be
   /// called before Joined said true.
   static Result<std::unique_ptr<Generation>> Begin(const InitOptions& init);
+  /// That of an elastic job after `ended`, for which EndForNext has said true: its members agree
+  /// who they are, and Joined then gives Halted if this process is not among them, for good.
+  /// @return InvalidArgument for a job that is not elastic, or that this process has left.
+  static Result<std::unique_ptr<Generation>> BeginNext(Generation& ended);
   /// Waits up to `timeout_ns` (< 0: no limit) until all ranks have joined, then starts the engine.
   /// One thread at a time. @return false: not yet; Timeout once the init timeout has passed.
   Result<bool> Joined(int64_t timeout_ns);
@@ -54,6 +62,15 @@ class Generation {
   /// @return whether that is over; shutdown_status() is then the final error, if there was one.
   /// @param parting  At the exit of the program: why it ends.
   bool Shutdown(int64_t timeout_ns, Lifecycle::Parting parting = {});
+  /// Of an elastic job: ends this generation, if it has not ended, as the others do, and stops its
+  /// threads. Waits up to `timeout_ns` (< 0: 2 s for the others). @return whether that is over.
+  bool EndForNext(int64_t timeout_ns);
+  /// Of an elastic job, else 1: its generations have numbers that grow, alike on all ranks.
+  uint64_t number_in_job() const { return std::max<uint64_t>(list_.generation.number, 1); }
+  /// See MemberService; false for a job that is not elastic.
+  bool change_is_due() const { return service_ != nullptr && service_->change_is_due(); }
+  /// Where members of an elastic job listen, as FARANDOLE_MEMBERS has it; else empty.
+  std::string members() const;
   /// Shutdown; but ranks of one process stop after FARANDOLE_SHUTDOWN_TIMEOUT_S without the others,
   /// and shutdown_status() is then a Timeout.
   void Close();
@@ -86,7 +103,18 @@ class Generation {
 
  private:
   Generation() = default;
+  static bool TakeElastic(const InitOptions& init, Config& config);
+  Status MakeService(const Launcher& launcher);
+  void BeginAlone();
+  Result<bool> JoinedAsMember(int64_t timeout_ns);
+  Result<bool> TakeAssignment(int64_t until_ns);
+  Result<bool> JoinedAt(MemberAssignment& assignment, int64_t until_ns);
+  Status BeginTogether();
+  Result<bool> HasBegun(int64_t timeout_ns);
+  Losses FindLosses() const;
+  RunningGeneration Running();
   bool LeaveAndStop(int64_t timeout_ns, Lifecycle::Parting parting);
+  bool LeaveTogether(int64_t timeout_ns, Lifecycle::Parting parting, const Status& why);
   void LeaveAndStop();
   Status JoinInProcess(std::shared_ptr<InProcessJob> job, int rank, uint64_t number);
   void StopEngine();
@@ -112,7 +140,14 @@ class Generation {
   std::unique_ptr<WrapComparison> wraps_;
   bool given_up_ = false;
   uint64_t number_ = 0;
-  std::atomic<uint64_t> ended_at_{0};  // World::generations then; 0: it has not
+  // Of an elastic job. The last generation of the process in it has the service.
+  std::shared_ptr<MemberService> service_;
+  MemberList list_;
+  std::optional<MemberAssignment> assignment_;  // where it joins
+  std::shared_ptr<Work> beginning_;             // the first collective
+  int64_t let_in_by_ns_ = kNever;               // of a newcomer
+  int64_t leave_by_ns_ = 0;                     // 0: it has not begun to leave
+  std::atomic<uint64_t> ended_at_{0};           // World::generations then; 0: it has not
   std::atomic<bool> has_told_{false};
   std::atomic<int64_t> handles_{0};
 

@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <poll.h>
+#include <pthread.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -14,6 +15,7 @@
 #include <utility>
 
 #include "coordinator/job/generation.h"
+#include "coordinator/job/member_service.h"
 #include "core/clock.h"
 #include "core/descriptors.h"
 #include "core/plugin_loader.h"
@@ -221,6 +223,17 @@ void World::List(Generation* generation) {
 void World::Unlist(Generation* generation) {
   const std::lock_guard lock(mutex_);
   std::erase(open_, generation);
+}
+
+void World::ForgetServiceInChild() {
+  MemberService* const service = Get().service_.exchange(nullptr);
+  if (service != nullptr) service->CloseInChild();
+}
+
+void World::NoteService(MemberService* service) {
+  static const int registered = pthread_atfork(nullptr, nullptr, ForgetServiceInChild);
+  (void)registered;  // fails without memory only: then a child keeps others from seeing an end
+  service_.store(service);
 }
 
 void World::Retire(std::shared_ptr<Generation> ended) {

@@ -25,6 +25,7 @@ namespace farandole {
 
 class Bootstrap;
 class Generation;
+class MemberService;
 
 /// Thread safety: any thread. Lifetime: for ever, as exit handlers and threads that were left
 /// behind may look at it, and CUDA may be gone before it. In a forked child it says that it has no
@@ -83,6 +84,9 @@ class World {
   void List(Generation* generation);
   void Unlist(Generation* generation);
 
+  /// That of this process, while its thread runs; nullptr: none. In a forked child its sockets go.
+  void NoteService(MemberService* service);
+
   /// The number of a generation whose engine starts, from 1.
   uint64_t CountGeneration() { return generations_.fetch_add(1) + 1; }
   /// That of the last one.
@@ -105,6 +109,7 @@ class World {
   World() = default;
   static void FinaliseMpi();
   static void LeaveAtExit(int exit_code, void*);
+  static void ForgetServiceInChild();
   static void EndWithoutDestructors(int status, void*);
 
   std::mutex mpi_mutex_;  // of those below, but FinaliseMpi takes it not
@@ -134,6 +139,7 @@ class World {
   std::vector<std::shared_ptr<Generation>> retired_;  // oldest first
   std::atomic<uint64_t> generations_{0};
 
+  std::atomic<MemberService*> service_{nullptr};
   std::atomic<int> unwaited_threads_{0};
   std::atomic<pid_t> unwaited_in_{0};  // a forked child has none of them
 };

@@ -65,6 +65,34 @@ void LivenessTable::NoteParting(const Status& why) {
   if (RankOf(why) != kHere) findings_[RankOf(why)].parting = why;
 }
 
+LivenessTable::Absent LivenessTable::absent() const {
+  const std::lock_guard lock(mutex_);
+  Absent absent;
+  for (const auto& [rank, finding] : findings_) {
+    if (rank == kHere) continue;
+    switch (finding.error.facts().kind) {
+      case FailureKind::kKilled:
+      case FailureKind::kExited:
+      case FailureKind::kOutOfMemory:
+        absent.ended.push_back(rank);
+        break;
+      case FailureKind::kStopped:
+      case FailureKind::kFrozen:
+      case FailureKind::kLinkDown:
+        (finding.has_ended ? absent.ended : absent.silent).push_back(rank);
+        break;
+      case FailureKind::kUnknown:
+      case FailureKind::kError:
+      case FailureKind::kDiverged:
+      case FailureKind::kBlockedInPython:
+      case FailureKind::kBlockedInC:
+        if (finding.has_ended) absent.ended.push_back(rank);
+        break;
+    }
+  }
+  return absent;
+}
+
 LivenessTable::Cause LivenessTable::Judge() {
   const std::lock_guard lock(mutex_);
   const Finding* best = nullptr;

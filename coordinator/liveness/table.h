@@ -6,6 +6,7 @@
 #include <map>
 #include <mutex>
 #include <span>
+#include <vector>
 
 #include "core/clock.h"
 #include "core/doorbell.h"
@@ -53,6 +54,14 @@ class LivenessTable final : public Liveness {
     bool is_final = false;   ///< No better explanation is awaited.
   };
   Cause Judge();
+
+  /// Of what is known of ranks' ends, what counts for who may go on without them. That a connection
+  /// is gone says nothing: its rank may have ended the generation first.
+  struct Absent {
+    std::vector<int> ended;   ///< A kernel has seen the end of the process, or it has said so.
+    std::vector<int> silent;  ///< Stopped, frozen or cut off.
+  };
+  Absent absent() const;
 
  private:
   struct Finding {

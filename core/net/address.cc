@@ -155,6 +155,18 @@ Result<HostPort> ParseHostPort(std::string_view text) {
   return HostPort{std::string(host), static_cast<uint16_t>(*port)};
 }
 
+Result<std::vector<HostPort>> ParseHostPorts(std::string_view texts) {
+  std::vector<HostPort> all;
+  while (!texts.empty()) {
+    const std::string_view text = texts.substr(0, texts.find(','));
+    texts.remove_prefix(std::min(texts.size(), text.size() + 1));
+    Result<HostPort> parsed = ParseHostPort(text);
+    if (!parsed.ok()) return parsed.status();
+    all.push_back(std::move(parsed).value());
+  }
+  return all;
+}
+
 std::string Format(const HostPort& host_port) {
   const bool is_v6 = host_port.host.find(':') != std::string::npos;
   return (is_v6 ? "[" + host_port.host + "]" : host_port.host) + ":" +

@@ -53,6 +53,8 @@ struct HostPort {
 };
 /// "node7:29500", "[::1]:29500". @return InvalidArgument saying what is wrong with the text.
 Result<HostPort> ParseHostPort(std::string_view text);
+/// Several, separated by commas; of an empty text none. Errors as of one.
+Result<std::vector<HostPort>> ParseHostPorts(std::string_view texts);
 std::string Format(const HostPort& host_port);
 /// Whether it says loopback itself, and is not a name that may lead there on one host alone, as a
 /// host's own name does on Debian (127.0.1.1).

@@ -30,8 +30,10 @@ enum class FrameType : uint8_t {
   kComeAgain = 13,  ///< Likewise: rank 0 has given up its join, and may begin another one.
   kStarted = 14,    ///< An answer to kRegister: the job has started; who has the rank's place.
   kOtherSize = 15,  ///< Likewise: rank 0 awaits another number of ranks.
+  kMember = 16,     ///< Of membership, to a process; and its answer:
+  kTaken = 17,      ///< whether (u8) this is the process.
 };
-inline constexpr uint8_t kLastFrameType = 15;
+inline constexpr uint8_t kLastFrameType = 17;
 inline constexpr size_t kFrameHeaderBytes = 16;
 inline constexpr size_t kFrameMacBytes = 16;
 inline constexpr uint32_t kMaxFramePayloadBytes = uint32_t{1} << 28;

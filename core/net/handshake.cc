@@ -131,7 +131,9 @@ Refusal Handshake::Examine() const {
   const auto hello = Read<HelloBytes>(first_);
   if (hello.version != kNetVersion) return Refusal::kOtherVersion;
   if (hello.job != self_.job) return Refusal::kOtherJob;
-  if (hello.role < 1 || hello.role > 3 || hello.from > INT32_MAX) return Refusal::kGarbage;
+  if (hello.role < 1 || hello.role > static_cast<uint8_t>(StreamRole::kMember) ||
+      hello.from > INT32_MAX)
+    return Refusal::kGarbage;
   if (hello.role == static_cast<uint8_t>(StreamRole::kJoin)) {
     return self_.joining ? Refusal::kNone : Refusal::kNotJoining;
   }

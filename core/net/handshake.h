@@ -23,13 +23,14 @@
 
 namespace farandole {
 
-inline constexpr uint8_t kNetVersion = 3;  ///< Of handshake, frames and their contents.
+inline constexpr uint8_t kNetVersion = 4;  ///< Of handshake, frames and their contents.
 inline constexpr size_t kMaxUnprovenBytes = 64;
 
 enum class StreamRole : uint8_t {
   kJoin = 1,     ///< To rank 0, by a rank that is not known yet.
   kControl = 2,  ///< Frames, from the connector to the acceptor.
   kData = 3,     ///< Bulk data, both ways; belongs to a link.
+  kMember = 4,   ///< A message of membership and its answer; of no generation.
 };
 
 /// Why a connection does not come about. On the wire.

@@ -78,4 +78,11 @@ JobKey PublicKey(std::string_view job) {
   return Sha256({TextBytes("farandole public job key"), TextBytes(job)});
 }
 
+uint32_t JobTag(std::string_view job) {
+  const Digest digest = Sha256({TextBytes(job)});
+  uint32_t tag = 0;
+  std::memcpy(&tag, digest.data(), sizeof tag);
+  return tag;
+}
+
 }  // namespace farandole

@@ -44,5 +44,7 @@ void FillRandom(std::span<std::byte> bytes);
 JobKey RandomKey();
 /// For a job without a secret, which keeps strangers out as little as its name is unknown.
 JobKey PublicKey(std::string_view job);
+/// Of the job's name: processes of different jobs find out by it before they compare keys.
+uint32_t JobTag(std::string_view job);
 
 }  // namespace farandole

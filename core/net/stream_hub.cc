@@ -484,6 +484,7 @@ bool StreamHub::IsWanted(const Connection& connection) {
   if (hello.from >= options_.size) return false;
   switch (hello.role) {
     case StreamRole::kJoin:
+    case StreamRole::kMember:
       break;
     case StreamRole::kControl: {
       const PeerState& peer = peers_[static_cast<size_t>(hello.from)];
@@ -836,6 +837,11 @@ void StreamHub::SetPeer(int rank, std::vector<SocketAddress> addresses) {
   peers_[static_cast<size_t>(rank)].addresses = std::move(addresses);
 }
 
+JobKey StreamHub::key() {
+  const std::lock_guard lock(mutex_);
+  return options_.party.key;
+}
+
 std::vector<SocketAddress> StreamHub::Peer(int rank) {
   const std::lock_guard lock(mutex_);
   return peers_[static_cast<size_t>(rank)].addresses;
@@ -917,6 +923,8 @@ void StreamHub::Fail(const Attempt& attempt) {
     case StreamRole::kData:
       Entry({owned->hello.plane, owned->peer, owned->hello.number}).failed = status;
       return Ring();
+    case StreamRole::kMember:
+      return;  // a hub opens none
   }
 }
 

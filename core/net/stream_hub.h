@@ -98,6 +98,7 @@ class StreamHub final : public DataStreams {
   void AnswerLate(std::function<std::string(int rank)> answer);
   /// Before Join: the key, where a store says it.
   void SetKey(const JobKey& key);
+  JobKey key();
   /// Tries these addresses of rank 0, once each. kJoined or kLost follows; with kJoined the hub has
   /// rank 0's epoch.
   void Join(const std::vector<SocketAddress>& root);

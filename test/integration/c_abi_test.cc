@@ -138,6 +138,8 @@ struct Refusals {
 // NULL, are below.
 TEST_F(CAbi, RefusesNullByTheNameOfThePointer) {
   int32_t due = 0;
+  uint64_t generation = 0;
+  const char* members = nullptr;
   int64_t rounds = 0;
   farandole_round_status status{};
   status.struct_size = sizeof status;
@@ -157,6 +159,10 @@ TEST_F(CAbi, RefusesNullByTheNameOfThePointer) {
   all.Try("init", farandole_init, "- out", nullptr, &a_context);
   all.Try("init_for", farandole_init_for, "- - context", nullptr, 0, &a_context);
   all.Try("init_in_process", farandole_init_in_process, "- out", 1, &a_context);
+  all.Try("reinit", farandole_reinit, "old - next", context, nullptr, &a_context);
+  all.Try("generation_number", farandole_generation_number, "context number", context, &generation);
+  all.Try("change_is_due", farandole_change_is_due, "context is_due", context, &due);
+  all.Try("members", farandole_members, "context members", context, &members);
   all.Try("shutdown", farandole_shutdown, "context", context);
   all.Try("shutdown_for", farandole_shutdown_for, "context -", context, 0);
   all.Try("leave_at_exit", farandole_leave_at_exit, "context - - -", context, 0, nullptr, 0);

@@ -1,14 +1,18 @@
-// The elastic trial over the C ABI: three processes go on, generation after generation, each time
-// that a fourth one is killed. generations [how many kills; or FARANDOLE_TEST_GENERATIONS]
+// The elastic trial over the C ABI: four processes go on, generation after generation, as some are
+// killed, stopped, leave or die while the others recover, and new ones take their places.
+// generations [how many losses; or FARANDOLE_TEST_GENERATIONS]
 //
-// Shown: the survivors' shutdown says nothing twice; they join a generation of three at once;
-// handles of the one that ended say so, also when its context is released; and memory, descriptors
-// and threads stay as they are.
+// Shown: whoever is lost, rank 0 too, the others' next sum is that of those who are left; handles
+// of the generation that ended say so; who was stopped is told later; and memory, descriptors and
+// threads stay as they are.
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <chrono>
 #include <csignal>
 #include <cstdio>
@@ -16,6 +20,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -24,19 +29,36 @@
 
 namespace {
 
-constexpr int kSurvivors = 3;
-constexpr int kWarmUp = 20;        // generations
-constexpr long kMostGrown = 4096;  // KiB, after that
+constexpr int kRanks = 4;
+constexpr long kMostGrown = 4096;  // KiB
+constexpr int kHalted = 75;
+constexpr double kPatienceMs = 60'000;
+
+double NowMs() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration<double, std::milli>(now).count();
+}
+
+/// What the parent and the processes of one job see of each other. A process has a place of its
+/// own, which another one takes once it has ended.
+struct Place {
+  std::atomic<int> rank, size;
+  std::atomic<uint64_t> generation;
+  std::atomic<double> first_sum_ms;  // of the generation
+  std::atomic<bool> leaves;          // it is to leave
+  std::atomic<long> use[3];          // KiB, descriptors, threads
+};
+struct Board {
+  std::array<Place, kRanks> places;
+  std::atomic<bool> ends;
+};
+Board* board = nullptr;
+std::string folder;
 
 void Require(bool holds, const char* what) {
   if (holds) return;
   std::fprintf(stderr, "%d: %s; last error: %s\n", getpid(), what, farandole_last_error());
   std::_Exit(1);
-}
-
-double NowMs() {
-  const auto now = std::chrono::steady_clock::now().time_since_epoch();
-  return std::chrono::duration<double, std::milli>(now).count();
 }
 
 /// What this process uses: "VmRSS" in KiB, "Threads".
@@ -52,19 +74,9 @@ long Descriptors() {
   return std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {});
 }
 
-farandole_context* Join(int rank, int size, const std::string& folder) {
-  farandole_init_options options = FARANDOLE_INIT_OPTIONS;
-  const std::string address = "file://" + folder;
-  (void)mkdir(folder.c_str(), 0700);  // whoever is first
-  options.rank = rank;
-  options.size = size;
-  options.address = address.c_str();
-  farandole_context* context = nullptr;
-  Require(farandole_init(&options, &context) == FARANDOLE_OK, "init");
-  return context;
-}
+// --- A process of the job ---
 
-/// An allreduce of a rank of ones, on a process set or 0.
+/// An allreduce of a number of floats, on a process set or 0.
 struct Sum {
   Sum(farandole_context* context, uint32_t set) {
     params.struct_size = sizeof params;
@@ -74,22 +86,27 @@ struct Sum {
     params.set = set;
     prepared = farandole_prepare(context, &params, "sum", &tensor, 1, &operation, &version);
   }
+  ~Sum() {
+    farandole_work_release(work);
+    farandole_operation_release(operation);
+  }
   /// The same as gradients of an optimizer.
   farandole_gradients* MakeGradients(farandole_context* context) const {
     farandole_gradients* made = nullptr;
     farandole_gradient_options options{};
     options.struct_size = sizeof options;
     options.prefix = "g";
-    Require(
-        farandole_gradients_create(context, &params, &options, &tensor, 1, &made) == FARANDOLE_OK,
-        "gradients");
+    (void)farandole_gradients_create(context, &params, &options, &tensor, 1, &made);
     return made;
   }
   int Start() { return farandole_start(operation, version, &in, &out, nullptr, nullptr, &work); }
-  int Run() {
+  int Run(float is_due) {
+    farandole_work_release(std::exchange(work, nullptr));
     std::fill(data, data + 256, 1.0F);
-    const int code = Start();
-    return code == FARANDOLE_OK ? farandole_wait(work, 60) : code;
+    data[0] = is_due;
+    code = operation == nullptr ? prepared : Start();
+    if (code == FARANDOLE_OK) code = farandole_wait(work, 60);
+    return code;
   }
   const int64_t count = 256;
   const farandole_tensor tensor = {nullptr, FARANDOLE_FLOAT32, 1, &count};
@@ -98,133 +115,285 @@ struct Sum {
   farandole_work* work = nullptr;
   uint32_t version = 0;
   int prepared = FARANDOLE_OK;
+  int code = FARANDOLE_OK;
   float data[256];
   const void* in = data;
   void* out = data;
 };
 
 uint32_t AddSet(farandole_context* context) {
-  const int32_t ranks[] = {0, 1};
+  const int32_t ranks[] = {0};
   farandole_work* work = nullptr;
   uint32_t set = 0;
-  Require(farandole_set_add(context, ranks, 2, &work) == FARANDOLE_OK, "set_add");
-  Require(farandole_wait(work, 60) == FARANDOLE_OK, "a process set");
+  const bool is_added = farandole_set_add(context, ranks, 1, &work) == FARANDOLE_OK &&
+                        farandole_wait(work, 60) == FARANDOLE_OK;
   farandole_work_release(work);
-  Require(farandole_set_find(context, ranks, 2, &set) == FARANDOLE_OK, "set_find");
+  if (is_added) (void)farandole_set_find(context, ranks, 1, &set);
   return set;
 }
 
-/// The rank that is killed, after it has taken part.
-[[noreturn]] void BeKilled(const std::string& folder) {
-  farandole_context* const context = Join(kSurvivors, kSurvivors + 1, folder);
-  (void)AddSet(context);
-  Sum sum(context, 0);
-  Require(sum.Run() == FARANDOLE_OK, "the sum of the one that is killed");
-  (void)std::raise(SIGKILL);
-  std::_Exit(1);
+/// Others read it while they begin.
+void WriteMembers(const farandole_context* context) {
+  const char* members = "";
+  Require(farandole_members(context, &members) == FARANDOLE_OK, "members");
+  const std::string name = folder + "/members";
+  std::ofstream(name + std::to_string(getpid())) << members;
+  (void)std::rename((name + std::to_string(getpid())).c_str(), name.c_str());
 }
 
-/// A generation of four until one is killed, then one of three. @return ms from the error to its
-/// sum.
-double GoOn(int rank, const std::string& folder) {
-  farandole_context* context = Join(rank, kSurvivors + 1, folder + "a");
-  Sum lost(context, 0);
-  farandole_gradients* const gradients = lost.MakeGradients(context);
-  const uint32_t set = AddSet(context);
-  int code = lost.Run();
-  while (code == FARANDOLE_OK) {
-    farandole_work_release(std::exchange(lost.work, nullptr));
-    code = lost.Run();
+farandole_context* Join(int rank, bool is_new) {
+  farandole_init_options options = FARANDOLE_INIT_OPTIONS;
+  const std::string address = "file://" + folder;
+  std::string members;
+  options.is_elastic = 1;
+  if (is_new) {
+    std::getline(std::ifstream(folder + "/members"), members);
+    options.members = members.c_str();
+  } else {
+    options.rank = rank;
+    options.size = kRanks;
+    options.address = address.c_str();
   }
-  const double lost_ms = NowMs();
-  Require(code == FARANDOLE_UNAVAILABLE, "the loss");
-  Require(farandole_shutdown(context) == FARANDOLE_OK, "shutdown says it again");
-  farandole_release(context);
-  farandole_work* none = nullptr;
-  Require(farandole_start(lost.operation, lost.version, &lost.in, &lost.out, nullptr, nullptr,
-                          &none) == FARANDOLE_UNAVAILABLE,
-          "why the generation has ended");
+  farandole_context* context = nullptr;
+  Require(farandole_init(&options, &context) == FARANDOLE_OK, "init");
+  return context;
+}
 
-  context = Join(rank, kSurvivors, folder + "b");
-  Sum next(context, 0);
-  Require(Sum(context, set).prepared == FARANDOLE_GENERATION_ENDED, "an old process set");
-  Require(next.Run() == FARANDOLE_OK && next.data[255] == kSurvivors, "the next sum");
-  const double took_ms = NowMs() - lost_ms;
-  if (lost.work != nullptr) {
-    Require(farandole_wait(lost.work, -1) == FARANDOLE_GENERATION_ENDED, "an old work");
-    farandole_work_release(lost.work);
+/// The next generation; a process that must not go on ends here.
+farandole_context* GoOn(farandole_context* ended) {
+  farandole_context* next = nullptr;
+  const farandole_reinit_options slices = {sizeof slices, 0.02};
+  int code = FARANDOLE_PENDING;
+  while (code == FARANDOLE_PENDING) code = farandole_reinit(ended, &slices, &next);
+  if (code == FARANDOLE_HALTED) {
+    std::fprintf(stderr, "%d: halted: %s\n", getpid(), farandole_last_error());
+    farandole_release(ended);
+    std::_Exit(kHalted);
   }
-  Require(lost.Start() == FARANDOLE_GENERATION_ENDED, "an old operation");
+  Require(code == FARANDOLE_OK, "reinit");
+  farandole_release(ended);
+  return next;
+}
+
+void CheckEnded(Sum& old, farandole_gradients* gradients, uint32_t set,
+                farandole_context* context) {
+  if (set != 0)
+    Require(Sum(context, set).prepared == FARANDOLE_GENERATION_ENDED, "an old process set");
+  if (old.work != nullptr && old.code != FARANDOLE_OK)
+    Require(farandole_wait(old.work, -1) == FARANDOLE_GENERATION_ENDED, "an old work");
+  farandole_work_release(std::exchange(old.work, nullptr));
+  // A generation may have ended before anything of it was made.
+  if (old.operation == nullptr || gradients == nullptr) return;
+  Require(old.Start() == FARANDOLE_GENERATION_ENDED, "an old operation");
   Require(std::strstr(farandole_last_error(), "has begun generation") != nullptr, "what is said");
-  farandole_operation_release(lost.operation);
-  Require(farandole_gradients_mark(gradients, 0, lost.in, lost.out, FARANDOLE_PRESENT, nullptr) ==
+  Require(farandole_gradients_mark(gradients, 0, old.in, old.out, FARANDOLE_PRESENT, nullptr) ==
               FARANDOLE_GENERATION_ENDED,
           "old gradients");
-  farandole_gradients_release(gradients);
-  farandole_work_release(next.work);
-  farandole_operation_release(next.operation);
-  Require(farandole_shutdown(context) == FARANDOLE_OK, "shutdown");
-  farandole_release(context);
-  return took_ms;
 }
 
-[[noreturn]] void Survive(int rank, int count, const std::string& folder) {
-  std::vector<double> took_ms;
-  long before[3] = {};
-  for (int n = 0; n < count; ++n) {
-    if (n == std::min(kWarmUp, count / 2)) {
-      before[0] = Status("VmRSS"), before[1] = Descriptors(), before[2] = Status("Threads");
+/// Sums until the generation ends, or its members let somebody in. @return whether it goes on.
+bool SumUp(farandole_context* context, Place& place, Sum& sum, int size) {
+  for (bool is_first = true;; is_first = false) {
+    if (place.leaves.load()) return false;
+    int is_due = 0;
+    Require(farandole_change_is_due(context, &is_due) == FARANDOLE_OK, "change_is_due");
+    const int code = sum.Run(is_due != 0 ? 1.0F : 0.0F);
+    if (code != FARANDOLE_OK) {
+      Require(code == FARANDOLE_UNAVAILABLE || code == FARANDOLE_ABORTED, "how it ends");
+      return true;
     }
-    took_ms.push_back(GoOn(rank, folder + "/" + std::to_string(n)));
+    Require(sum.data[255] == static_cast<float>(size), "the sum");
+    if (is_first) place.first_sum_ms.store(NowMs());
+    if (is_first && size == kRanks && place.rank.load() == 0) {
+      place.use[0].store(Status("VmRSS"));
+      place.use[1].store(Descriptors());
+      place.use[2].store(Status("Threads"));
+    }
+    if (sum.data[0] > 0) return true;
+    usleep(1000);
   }
-  const long after[3] = {Status("VmRSS"), Descriptors(), Status("Threads")};
-  std::sort(took_ms.begin(), took_ms.end());
-  std::printf(
-      "rank %d: %d losses; to the next sum %.1f ms, at most %.1f; KiB %ld to %ld, "
-      "descriptors %ld to %ld, threads %ld to %ld\n",
-      rank, count, took_ms[took_ms.size() / 2], took_ms.back(), before[0], after[0], before[1],
-      after[1], before[2], after[2]);
-  Require(after[1] <= before[1] && after[2] <= before[2], "descriptors and threads");
-  Require(count <= 2 * kWarmUp || after[0] <= before[0] + kMostGrown, "memory");
-  std::fflush(stdout);
+}
+
+[[noreturn]] void BeMember(int at, bool is_new) {
+  Place& place = board->places[static_cast<size_t>(at)];
+  farandole_context* context = Join(at, is_new);
+  for (;;) {
+    farandole_topology topology{};
+    uint64_t generation = 0;
+    Require(farandole_get_topology(context, &topology) == FARANDOLE_OK, "topology");
+    Require(farandole_generation_number(context, &generation) == FARANDOLE_OK, "generation");
+    WriteMembers(context);
+    place.first_sum_ms.store(0);
+    place.rank.store(topology.rank);
+    place.size.store(topology.size);
+    place.generation.store(generation);
+    auto sum = std::make_unique<Sum>(context, 0);
+    farandole_gradients* const gradients = sum->MakeGradients(context);
+    const uint32_t set = AddSet(context);
+    if (!SumUp(context, place, *sum, topology.size)) break;
+    context = GoOn(context);
+    CheckEnded(*sum, gradients, set, context);
+    farandole_gradients_release(gradients);
+    sum.reset();
+  }
+  Require(farandole_shutdown(context) == FARANDOLE_OK, "shutdown");
+  farandole_release(context);
   std::_Exit(0);
 }
 
-pid_t Fork() {
-  std::fflush(nullptr);
-  return fork();
+// --- The parent ---
+
+struct Job {
+  std::array<pid_t, kRanks> processes{};
+
+  void Begin(int at, bool is_new) {
+    Place& place = board->places[static_cast<size_t>(at)];
+    place.generation.store(0);
+    place.leaves.store(false);
+    place.use[0].store(0);
+    std::fflush(nullptr);
+    processes[static_cast<size_t>(at)] = fork();
+    if (processes[static_cast<size_t>(at)] == 0) BeMember(at, is_new);
+  }
+  static void Await(const char* what, const std::function<bool()>& holds) {
+    const double until_ms = NowMs() + kPatienceMs;
+    while (!holds()) {
+      if (NowMs() > until_ms) {
+        for (int status = 0, pid = 0; (pid = waitpid(-1, &status, WNOHANG)) > 0;)
+          std::fprintf(stderr, "%d ended: %d\n", pid, status);
+        std::fprintf(stderr, "not within %.0f s: %s\n", kPatienceMs / 1000, what);
+        std::exit(1);
+      }
+      usleep(500);
+    }
+  }
+  /// All of these places have summed up in one generation, which is newer. @return its number.
+  static uint64_t AwaitGeneration(const std::vector<int>& places, uint64_t newer_than) {
+    const Place& first = board->places[static_cast<size_t>(places.front())];
+    Await("a generation", [&] {
+      return std::ranges::all_of(places, [&](int at) {
+        const Place& place = board->places[static_cast<size_t>(at)];
+        return place.generation.load() == first.generation.load() &&
+               place.generation.load() > newer_than && place.first_sum_ms.load() > 0 &&
+               place.size.load() == static_cast<int>(places.size());
+      });
+    });
+    return first.generation.load();
+  }
+  int PlaceOf(int rank) const {
+    for (int at = 0; at < kRanks; ++at) {
+      if (board->places[static_cast<size_t>(at)].rank.load() == rank) return at;
+    }
+    return 0;
+  }
+  void Kill(int at, int signal) const { (void)kill(processes[static_cast<size_t>(at)], signal); }
+  int Reap(int at) const {
+    int status = 0;
+    (void)waitpid(processes[static_cast<size_t>(at)], &status, 0);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+  }
+};
+
+enum class Loss { kKill, kTwo, kDuringRecovery, kLeave, kStop };
+constexpr std::array<const char*, 5> kNames = {"killed", "two at once", "in recovery", "left",
+                                               "stopped"};
+
+/// @return ms from the loss to the last survivor's next sum.
+double Lose(Job& job, Loss loss, int rank, int spared, uint64_t& generation) {
+  std::vector<int> lost = {job.PlaceOf(rank)};
+  if (loss == Loss::kTwo || loss == Loss::kDuringRecovery)
+    lost.push_back(job.PlaceOf((rank + 1 + rank % 2) % kRanks));
+  std::erase(lost, spared);
+  if (lost.empty()) lost.push_back(job.PlaceOf((rank + 1) % kRanks));
+  std::vector<int> left;
+  for (int at = 0; at < kRanks; ++at) {
+    if (std::ranges::find(lost, at) == lost.end()) left.push_back(at);
+  }
+  const double lost_ms = NowMs();
+  if (std::getenv("FARANDOLE_TEST_VERBOSE") != nullptr) {
+    std::printf("%s, rank %d, generation %llu\n", kNames[static_cast<size_t>(loss)], rank,
+                static_cast<unsigned long long>(generation));
+    std::fflush(stdout);
+  }
+  for (size_t i = 0; i < lost.size(); ++i) {
+    if (i > 0 && loss == Loss::kDuringRecovery)
+      usleep(static_cast<unsigned>(generation * 7919 % 100 * 1000));
+    if (loss == Loss::kLeave) board->places[static_cast<size_t>(lost[i])].leaves.store(true);
+    if (loss != Loss::kLeave) job.Kill(lost[i], loss == Loss::kStop ? SIGSTOP : SIGKILL);
+  }
+  generation = Job::AwaitGeneration(left, generation);
+  double took_ms = 0;
+  for (const int at : left)
+    took_ms = std::max(took_ms, board->places[static_cast<size_t>(at)].first_sum_ms - lost_ms);
+  for (const int at : lost) {
+    if (loss == Loss::kStop) job.Kill(at, SIGCONT);
+    const int code = job.Reap(at);
+    const int expected = loss == Loss::kLeave ? 0 : loss == Loss::kStop ? kHalted : 128 + SIGKILL;
+    if (code != expected) {
+      std::fprintf(stderr, "%s: code %d\n", kNames[static_cast<size_t>(loss)], code);
+      std::exit(1);
+    }
+  }
+  for (const int at : lost) job.Begin(at, true);
+  generation = Job::AwaitGeneration({0, 1, 2, 3}, generation);
+  return took_ms;
 }
 
-int StatusOf(pid_t process) {
-  int status = 0;
-  (void)waitpid(process, &status, 0);
-  return status;
+void Print(const char* name, std::vector<double> took_ms) {
+  if (took_ms.empty()) return;
+  std::sort(took_ms.begin(), took_ms.end());
+  std::printf("%-12s %4zu losses; ms to the next sum: p50 %.1f, p99 %.1f, max %.1f\n", name,
+              took_ms.size(), took_ms[took_ms.size() / 2], took_ms[took_ms.size() * 99 / 100],
+              took_ms.back());
+}
+
+int Run(int count) {
+  Job job;
+  for (int at = 0; at < kRanks; ++at) job.Begin(at, false);
+  uint64_t generation = Job::AwaitGeneration({0, 1, 2, 3}, 0);
+  std::array<std::vector<double>, 5> took_ms;
+  std::array<long, 3> before{};
+  const Place& spared = board->places[kRanks - 1];  // in the second half
+  for (int n = 0; n < count; ++n) {
+    const bool spares = 2 * n >= count;
+    const auto loss = static_cast<Loss>(n % 5 == 4 && n > 5 && n % 25 != 4 ? 0 : n % 5);
+    const int rank = n / 5 % kRanks;
+    took_ms[static_cast<size_t>(loss)].push_back(
+        Lose(job, loss, rank, spares ? kRanks - 1 : -1, generation));
+    if (spares && before[0] == 0) {
+      for (size_t i = 0; i < 3; ++i) before[i] = spared.use[i].load();
+    }
+  }
+  for (size_t i = 0; i < took_ms.size(); ++i) Print(kNames[i], took_ms[i]);
+  int failures = 0;
+  if (before[0] != 0) {
+    const long after[3] = {spared.use[0], spared.use[1], spared.use[2]};
+    std::printf("KiB %ld to %ld, descriptors %ld to %ld, threads %ld to %ld\n", before[0], after[0],
+                before[1], after[1], before[2], after[2]);
+    failures += after[1] > before[1] || after[2] > before[2] || after[0] > before[0] + kMostGrown;
+  }
+  for (Place& place : board->places) place.leaves.store(true);
+  for (int at = 0; at < kRanks; ++at) failures += job.Reap(at) != 0;
+  return failures == 0 ? 0 : 1;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
   const char* const asked = argc > 1 ? argv[1] : std::getenv("FARANDOLE_TEST_GENERATIONS");
-  const int count = asked != nullptr ? std::atoi(asked) : 6;
+  const int count = asked != nullptr ? std::atoi(asked) : 10;
   char name[] = "/tmp/farandole_generations_XXXXXX";
   if (mkdtemp(name) == nullptr) return 1;
-  std::vector<pid_t> survivors;
-  for (int rank = 0; rank < kSurvivors; ++rank) {
-    const pid_t process = Fork();
-    if (process == 0) Survive(rank, count, name);
-    survivors.push_back(process);
-  }
-  int failures = 0;
-  for (int n = 0; n < count && failures == 0; ++n) {
-    const pid_t process = Fork();
-    if (process == 0) BeKilled(std::string(name) + "/" + std::to_string(n) + "a");
-    const int status = StatusOf(process);
-    failures += !WIFSIGNALED(status) || WTERMSIG(status) != SIGKILL;
-  }
-  for (const pid_t process : survivors) {
-    if (failures != 0) (void)kill(process, SIGKILL);
-    failures += StatusOf(process) != 0;
-  }
+  folder = name;
+  const std::string key = folder + "/key";
+  std::ofstream(key) << std::string(32, 'k');
+  (void)chmod(key.c_str(), 0600);
+  (void)setenv("FARANDOLE_KEY_FILE", key.c_str(), 1);
+  void* const memory =
+      mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) return 1;
+  board = new (memory) Board();
+  const int code = Run(count);
   std::filesystem::remove_all(name);
-  return failures == 0 ? 0 : 1;
+  return code;
 }

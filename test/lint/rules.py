@@ -21,12 +21,12 @@ LAYERS = ["core", "ops", "coordinator", "bindings", "examples"]
 #: interfaces of planes and devices, what the CPU planes share, and the planes; in `ops/gpu` the plane
 #: with the interface of its backends, and the backends; in `ops/p2p` the plane, and its links.
 INNER_LAYERS = {
-    "coordinator": [{"protocol"}, {"control"}, {"liveness"}, {"engine"}, {"diagnosis", "gradients"}, {"job"}],
+    "coordinator": [{"protocol", "membership"}, {"control"}, {"liveness"}, {"engine"}, {"diagnosis", "gradients"}, {"job"}],
     "ops": [{""}, {"cpu"}, {"shm", "p2p", "hierarchical", "gpu"}],
     "ops/gpu": [{""}, {"cuda", "nccl"}],
     "ops/p2p": [{""}, {"mpi", "tcp"}],
 }
-LEVELLED = ("core/", "coordinator/protocol/", "coordinator/control/", "coordinator/diagnosis/")
+LEVELLED = ("core/", "coordinator/protocol/", "coordinator/membership/", "coordinator/control/", "coordinator/diagnosis/")
 TOP_LEVEL = {
     "CMakeLists.txt", "core", "coordinator", "ops", "bindings", "examples", "test", "setup.py",
     "README.md", "pyproject.toml", "LICENSE", "CHANGELOG.md", "docs", "findings",
@@ -139,20 +139,21 @@ def environment(tree: Tree) -> Iterator[str]:
 
 
 def threads(tree: Tree) -> Iterator[str]:
-    """Threads are started by the engine, launch queue, timeline, flight recorder, hub of sockets and bootstrap."""
+    """Threads are started by the engine, launch queue, timeline, flight recorder, hub of sockets, bootstrap and members."""
     start = re.compile(r"\bstd::(?:jthread|async)\b|\bstd::thread\b(?!::)|\bpthread_create\b")
     for path, number, line in lines_of(tree):
         if folder(path) in ("examples", "test"):
             continue
         places = ("coordinator/engine/", "coordinator/diagnosis/program_probe.", "ops/gpu/launch_queue.",
-                  "core/timeline.", "core/flight_recorder.", "core/net/stream_hub.", "coordinator/job/bootstrap.")
+                  "core/timeline.", "core/flight_recorder.", "core/net/stream_hub.", "coordinator/job/bootstrap.",
+                  "coordinator/job/member_service.")
         if path.startswith(places):
             continue
         if start.search(without_comments(line)):
             yield (
                 f"{path}:{number}: threads live in coordinator/engine/, coordinator/diagnosis/program_probe.*, "
-                "ops/gpu/launch_queue.*, core/timeline.*, core/flight_recorder.*, core/net/stream_hub.* and "
-                "coordinator/job/bootstrap.* only"
+                "ops/gpu/launch_queue.*, core/timeline.*, core/flight_recorder.*, core/net/stream_hub.*, "
+                "coordinator/job/bootstrap.* and coordinator/job/member_service.* only"
             )
 
 
@@ -191,7 +192,7 @@ REFUSED_WORDS = {
     r"[Hh]omes?(?!/| director)": "default device",
     r"[A-Z]\w+(?:Over|Passed)": "complete",
     r"place_of|place_|[A-Z]\w+Place": "device",
-    r"struct Member|[Gg]roup members?|[Mm]embers? of (?:a|the) (?:key|group)(?!')": "tensor",
+    r"[Gg]roup members?|[Mm]embers? of (?:a|the) (?:key|group)(?!')": "tensor",
     r"[Pp]art of the (?:rows|sum|mean)|(?:[Uu]n)?equal parts": "split, slice",
     r"[Ss]entences?": "error message",
     r"(?:Settle|Emit|Deliver|Tell)[A-Z]\w*": "FlushOutgoing, Broadcast, Dispatch, Notify",

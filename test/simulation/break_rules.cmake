@@ -1,4 +1,4 @@
-# Copies a source of coordinator/protocol and puts the switches of broken_rules.h into it, so that
+# Copies a source of coordinator/ and puts the switches of broken_rules.h into it, so that
 # the sources themselves need none:
 #
 #   cmake -D SOURCE=<.../decider.cc> -D COPY=<...> -P break_rules.cmake
@@ -17,7 +17,7 @@ function(break_rule rule file snippet broken)
   string(FIND "${text}" "${snippet}" last REVERSE)
   if(first EQUAL -1 OR NOT first EQUAL last)
     message(FATAL_ERROR "test/simulation/break_rules.cmake: the snippet of ${rule} must occur "
-                        "exactly once in coordinator/protocol/${file}:\n${snippet}")
+                        "exactly once in ${SOURCE}:\n${snippet}")
   endif()
   string(REPLACE "${snippet}" "${broken}" text "${text}")
   set(text "${text}" PARENT_SCOPE)
@@ -180,6 +180,77 @@ break_rule(kMeetLateIds vote_tally.cc
 [=[
   const bool is_met = Broken(kMeetLateIds) && node_.keys.ById(id) != nullptr;
   if (node_.keys.IsLate(id, number) && !is_met) return {};
+]=])
+
+# --- membership ---
+
+break_rule(kHalfWithoutFirst membership.cc
+[=[  return 2 * present > voters || (2 * present == voters && holds_first);
+]=]
+[=[  holds_first |= Broken(kHalfWithoutFirst);
+  return 2 * present > voters || (2 * present == voters && holds_first);
+]=])
+break_rule(kDeathsShrinkQuorums membership.cc
+[=[  if (present > 0 && present + lost == voters) return true;
+]=]
+[=[  if (Broken(kDeathsShrinkQuorums)) voters -= lost;
+  if (present > 0 && present + lost == voters) return true;
+]=])
+break_rule(kSuspectsAreDead membership.cc
+[=[  dead_.insert(dead.begin(), dead.end());
+]=]
+[=[  dead_.insert(dead.begin(), dead.end());
+  if (Broken(kSuspectsAreDead)) dead_.insert(suspects.begin(), suspects.end());
+]=])
+break_rule(kForgetPending membership.cc
+[=[  AddPending({list});
+]=]
+[=[  if (!Broken(kForgetPending)) AddPending({list});
+]=])
+break_rule(kForgetPendingOfOthers membership.cc
+[=[  AddPending(message.pending);
+]=]
+[=[  if (!Broken(kForgetPendingOfOthers)) AddPending(message.pending);
+]=])
+break_rule(kAcceptStale membership.cc
+[=[  if (IsGathering() && is_current && generation > accepted_) return Accept(message);
+]=]
+[=[  const bool accepts = is_current || Broken(kAcceptStale);
+  if (IsGathering() && accepts && generation > accepted_) return Accept(message);
+]=])
+break_rule(kVoteWhileLeftOut membership.cc
+[=[  std::set<MemberId>& others = next.left_out.empty() ? next.newcomers : next.without_vote;
+]=]
+[=[  const bool is_whole = next.left_out.empty() || Broken(kVoteWhileLeftOut);
+  std::set<MemberId>& others = is_whole ? next.newcomers : next.without_vote;
+]=])
+break_rule(kVoteBeforeComputing membership.cc
+[=[         (basis.has_computed || IsQuorum(here, basis.started, dead_, false)) &&
+]=]
+[=[         (basis.has_computed || Broken(kVoteBeforeComputing) ||
+          IsQuorum(here, basis.started, dead_, false)) &&
+]=])
+break_rule(kVoteAtOnce membership.cc
+[=[           return IsQuorum(here, list, dead_, false);
+]=]
+[=[           return IsQuorum(here, list, dead_, Broken(kVoteAtOnce));
+]=])
+break_rule(kForgetLists membership.cc
+[=[           return own.generation == list.generation || IsAlike(own, list);
+]=]
+[=[           return own.generation == list.generation ||
+                  (IsAlike(own, list) && !Broken(kForgetLists));
+]=])
+break_rule(kWaitForLeader membership.cc
+[=[  if (leader && leader->id == reported_to_ && is_overdue) {  // others may not reach it
+]=]
+[=[  if (leader && leader->id == reported_to_ && is_overdue && !Broken(kWaitForLeader)) {
+]=])
+break_rule(kWaitForEver membership.cc
+[=[  if (IsGathering() && now_ns_ - hope_ns_ >= options_.halt_ns) HaltAsMinority();
+]=]
+[=[  if (Broken(kWaitForEver)) return;
+  if (IsGathering() && now_ns_ - hope_ns_ >= options_.halt_ns) HaltAsMinority();
 ]=])
 
 file(WRITE "${COPY}" "// Made of ${source_name} by test/simulation/break_rules.cmake.\n"

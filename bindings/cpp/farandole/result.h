@@ -29,7 +29,8 @@ enum class Code : int {
   unimplemented = FARANDOLE_UNIMPLEMENTED,
   internal = FARANDOLE_INTERNAL,  ///< A defect; final.
   generation_ended =
-      FARANDOLE_GENERATION_ENDED  ///< Of a context that was shut down; another was made.
+      FARANDOLE_GENERATION_ENDED,  ///< Of a context that was shut down; another was made.
+  halted = FARANDOLE_HALTED        ///< Of farandole_reinit: end the process, with exit code 75.
 };
 
 /// The facts of a failure besides its message; see `farandole_failure`.

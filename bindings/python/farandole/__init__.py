@@ -10,11 +10,12 @@ an NVIDIA GPU. It imports no framework. ``farandole.torch`` is the frontend for 
     mean = farandole.allreduce(np.full(4, farandole.rank(), np.float32))
 """
 
-from farandole import _core, basics, exceptions, ops
+from farandole import _core, basics, exceptions, generations, ops
 from farandole._in_process import in_process
 from farandole._spawn import spawn
 from farandole.basics import *
 from farandole.exceptions import *
+from farandole.generations import *
 from farandole.objects import allgather_object, broadcast_object
 from farandole.ops import *
 
@@ -23,4 +24,5 @@ __version__: str = _core.version
 __all__ = ["allgather_object", "broadcast_object", "in_process", "spawn"]
 __all__ += basics.__all__
 __all__ += exceptions.__all__
+__all__ += generations.__all__
 __all__ += ops.__all__

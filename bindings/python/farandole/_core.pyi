@@ -17,6 +17,9 @@ reduced_dtypes: tuple[str, ...]  # and what Sum and Average take besides: comple
 _Tensors = Sequence[tuple[str | None, int, tuple[int, ...]]]
 _Stream = tuple[int, int]  # CUDA device number, cudaStream_t
 
+def exit_with(code: int) -> None:
+    """The process ends with this code, whatever the interpreter says."""
+
 def use_library(type: type, library: object | None) -> None:
     """What to ask about arrays of ``type`` and its subclasses; see farandole/_libraries.py."""
 
@@ -76,7 +79,14 @@ class Context:
         timeout_s: float = 0.0,
         in_order: bool = False,
         slots: int = 0,
+        elastic: bool = False,
+        members: str | None = None,
     ) -> Context: ...
+    def reinit(self) -> Context:
+        """The next generation of an elastic job; this context ends as by close()."""
+    def generation(self) -> int: ...
+    def change_is_due(self) -> bool: ...
+    def members(self) -> str: ...
     @staticmethod
     def in_process(size: int) -> list[Context]: ...
     @staticmethod

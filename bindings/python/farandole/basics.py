@@ -31,6 +31,7 @@ from farandole.exceptions import (
     AbortedError,
     GenerationEndedError,
     HorovodInternalError,
+    JobHaltedError,
     MismatchError,
     OperationTimeoutError,
     PeerLostError,
@@ -53,6 +54,7 @@ _ALLREDUCE, _ALLGATHER, _BARRIER, _MAX = 0, 2, 5, 3  # of the C ABI
 _GROUP, _BLOCKS = 1, 4  # of _core.Context.submit()
 _EXIT_WAIT_S = 0.1  # for the others, until the library's exit handler knows the code
 _EXIT_OPEN, _EXIT_BY_ERROR, _EXIT_BY_OTHER = 0, 1, 2  # of the C ABI
+_HALTED = 75  # exit code
 _RANK_PROCESS = "FARANDOLE_RANK_PROCESS"  # set by the C library when this process has joined
 
 
@@ -144,6 +146,8 @@ def init(
     address: str | None = None,
     store: _store.Store | None = None,
     slots: int | None = None,
+    elastic: bool = False,
+    members: str | None = None,
 ) -> None:
     """Joins the job of this process, as the launcher or the arguments say; without either, a job of one rank.
 
@@ -173,6 +177,10 @@ def init(
             have the same bits for any number of ranks, if each contributes the sum of its slots, see
             :func:`slot_range`. The same on all ranks. None or 0: as FARANDOLE_SLOTS says, by default none, and
             contributions are added up in the order of ranks.
+        elastic: The job can go on with other ranks: see :func:`farandole.reinit`. The same on all ranks; also
+            FARANDOLE_ELASTIC=1. Over TCP.
+        members: Where ranks of a running elastic job listen, as :func:`farandole.members` says it: this process asks them
+            to be let in, and takes the rank that they give it. Also FARANDOLE_MEMBERS.
 
     Raises:
         ValueError: A setting or an argument is invalid; the message names it and its range. Arguments and
@@ -192,8 +200,8 @@ def init(
         if find() is not None:
             return
         shutdown()  # the rest of one that was interrupted
-        with _horovod.settings():
-            _Process.default = Context(_join(rank, size, local_rank, address, store, slots or 0))
+        with _horovod.settings(), exit_code_if_halted():
+            _Process.default = Context(_join(rank, size, local_rank, address, store, slots or 0, elastic, members))
         _horovod.report(*_Process.default.topology[:2])
         _report_member_address(_Process.default)
         _mark_copies_of_the_environment()
@@ -210,15 +218,44 @@ def init(
 
 
 def _join(
-    rank: int | None, size: int | None, local_rank: int | None, address: str | None, store: Any, slots: int
+    rank: int | None,
+    size: int | None,
+    local_rank: int | None,
+    address: str | None,
+    store: Any,
+    slots: int,
+    elastic: bool,
+    members: str | None,
 ) -> _core.Context:
-    if store is None and address is None and size != 1:
+    is_new = bool(members or os.environ.get("FARANDOLE_MEMBERS"))
+    if store is None and address is None and size != 1 and not is_new:
         found = _store.find()
         store = found.store
         rank = found.rank if rank is None else rank
         size = found.size if size is None else size
     calls = None if store is None else _store.calls(store)
-    return _core.Context.init(rank, size, local_rank, address, calls, slots=slots)
+    return _core.Context.init(rank, size, local_rank, address, calls, slots=slots, elastic=elastic, members=members)
+
+
+@contextlib.contextmanager
+def exit_code_if_halted() -> Iterator[None]:
+    """Where nobody catches a JobHaltedError its message is all that is said, and the exit code is its own."""
+    before = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if not isinstance(error, JobHaltedError):
+            before(kind, error, trace)
+            return
+        if _Process.report_path:
+            _report(describe_failure(error))
+        print(f"farandole: {error}", file=sys.stderr)
+        _core.exit_with(_HALTED)
+
+    try:
+        yield
+    except JobHaltedError:
+        sys.excepthook = show
+        raise
 
 
 def _check_comm(comm: Any) -> None:

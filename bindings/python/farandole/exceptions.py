@@ -6,8 +6,8 @@
 from typing import Any
 
 __all__ = [
-    "AbortedError", "GenerationEndedError", "HorovodInternalError", "MismatchError", "OperationTimeoutError",
-    "PeerLostError",
+    "AbortedError", "GenerationEndedError", "HorovodInternalError", "JobHaltedError", "MismatchError",
+    "OperationTimeoutError", "PeerLostError",
 ]  # fmt: skip
 
 
@@ -70,6 +70,11 @@ class AbortedError(HorovodInternalError):
 class GenerationEndedError(AbortedError):
     """What was made before :func:`farandole.shutdown` was used after another :func:`farandole.init`. The new generation
     of the job goes on; make it again there."""
+
+
+class JobHaltedError(HorovodInternalError):
+    """This process must not go on in its elastic job: others may go on, or have gone on, without it. Where nobody
+    catches it the process ends with exit code 75."""
 
 
 class OperationTimeoutError(HorovodInternalError):
