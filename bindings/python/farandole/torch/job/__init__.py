@@ -293,6 +293,10 @@ class Job:
             return
         self._run_slots()
         flags, sums = self._exchange()
+        if flags[_LATE]:
+            self._gradients.be_patient()
+            self._values.abandon()
+            return self._step()
         self._update(flags, sums)
         self._final = flags[_DURABLE] if self._checkpoints else self.steps - 2
         self.stop_requested = bool(flags[_STOPS])
@@ -305,23 +309,21 @@ class Job:
 
     def _run_slots(self) -> None:
         assert self._function is not None
-        slots, last_passage = self._own_slots, self._passages - 1
+        slots = self._own_slots
         self._gradients.begin()
         self._values.begin()
         metrics: dict[str, float] = {}
         for part, batch in self._samples.batches(self.steps, slots):
-            if part.passage == 0 and part.slot != slots[0]:
-                self._values.restore()
-            if part.slot == slots[-1] and part.passage == last_passage:
-                self._gradients.await_last()
+            if part.passage == 0:
+                if part.slot != slots[0]:
+                    self._values.restore()
+                self._gradients.begin_slot(part.slot == slots[-1])
             seed_generators(self._seed, "slot", *part)
             _add_metrics(metrics, self._function(batch))
-            if part.passage == last_passage:
-                self._values.keep(part.slot, metrics, part.slot == slots[0])
+            if part.passage == self._passages - 1:
+                self._gradients.end_slot()
+                self._values.keep(part.slot, metrics)
                 metrics = {}
-                if part.slot != slots[-1]:
-                    self._gradients.keep()
-        self._gradients.end()
 
     def _exchange(self) -> tuple[list[int], torch.Tensor]:
         """Sums over all slots. Returns the largest flags of all ranks, and the sums of metrics and buffers."""
@@ -343,9 +345,6 @@ class Job:
             wait_for_all(handles)
             gradients.wait()
         agreed: list[int] = flags.tolist()
-        if agreed[_LATE]:
-            gradients.repeat()
-            gradients.wait()
         if agreed[_NAMES] != ~agreed[_NOT_NAMES]:
             raise MismatchError(f"step {self.steps}: slots of different ranks returned metrics of different names")
         return agreed, sums

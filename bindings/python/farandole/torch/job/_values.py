@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from farandole.torch.job._slots import SlotNodes
+from farandole.torch.job._slots import sum_over_slots
 
 _MAX_FLOATS = 1 << 16  # of a buffer whose mean over the slots is taken
 _MAX_INTEGERS = 1 << 10  # of a buffer that slot 0 decides
@@ -31,7 +31,8 @@ class SlotValues:
         self._floats: list[_Buffer] = []
         self._integers: list[_Buffer] = []
         self._constants: list[_Buffer] = []
-        self._nodes = SlotNodes()
+        self._metrics: list[list[float]] = []  # by slot
+        self._float_rows: list[torch.Tensor] = []  # by slot
         self._first: list[int] = []  # integers after slot 0
         self._is_begun = False
         for name, module, key in _buffers(model):
@@ -56,7 +57,7 @@ class SlotValues:
         """Before the first slot of a step."""
         for buffer in (*self._floats, *self._integers, *self._constants):
             buffer.save(is_copied=buffer.value.numel() <= _MAX_FLOATS)
-        self._nodes.clear()
+        self._metrics, self._float_rows = [], []
         self._first = [_NO_SLOT] * sum(buffer.value.numel() for buffer in self._integers)
         self._is_begun = True
 
@@ -72,29 +73,29 @@ class SlotValues:
             for buffer in (*self._floats, *self._integers):
                 buffer.restore()
 
-    def keep(self, slot: int, metrics: Mapping[str, float], is_first: bool) -> None:
+    def keep(self, slot: int, metrics: Mapping[str, float]) -> None:
         """After a slot.
 
         Raises:
             ValueError: The slot's metrics have other names than another's; a large buffer has changed.
         """
-        if is_first:
+        if not self._metrics:
             self.names = tuple(sorted(metrics))
         elif self.names != tuple(sorted(metrics)):
             raise ValueError(f"slot {slot} returned metrics {sorted(metrics)}, another slot {list(self.names)}")
         for buffer in self._constants:
             buffer.check()
-        values = [torch.tensor([metrics[name] for name in self.names], dtype=torch.float64)]
-        values += [buffer.value.detach().reshape(-1).double() for buffer in self._floats]
-        self._nodes.push([torch.cat(values)])
+        self._metrics.append([metrics[name] for name in self.names])
+        if self._floats:
+            self._float_rows.append(torch.cat([buffer.value.detach().reshape(-1).double() for buffer in self._floats]))
         if slot == 0:
             self._first = [int(n) for buffer in self._integers for n in buffer.value.reshape(-1).tolist()]
 
     def total(self) -> torch.Tensor:
         """The rank's sums, float64: metrics, then buffers. For op=Sum."""
-        values = self._nodes.total()[0]
-        assert values is not None
-        return values
+        metrics = torch.tensor(self._metrics, dtype=torch.float64)
+        rows = torch.cat([metrics, torch.stack(self._float_rows)], 1) if self._floats else metrics
+        return sum_over_slots(rows).clone()
 
     def integers(self) -> list[int]:
         """What slot 0 made of them, or less than anything. For op=Max."""
