@@ -9,6 +9,7 @@ nothing had been. docs/uninterrupted.md explains it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import signal
@@ -25,6 +26,7 @@ from farandole.exceptions import HorovodInternalError, MismatchError
 from farandole.objects import allgather_object
 from farandole.torch.functions import map_tree
 from farandole.torch.job._checkpoints import Checkpoints
+from farandole.torch.job._message import Notes, decode, encode
 from farandole.torch.job._randomness import repeatable, seed_generators
 from farandole.torch.job._samples import Samples
 from farandole.torch.job._slots import SlotGradients, digest_of, wait_for_all
@@ -35,7 +37,6 @@ from farandole.torch.ops import allgather, allreduce_async_
 __all__ = ["Epoch", "Job"]
 
 _STOP, _LEAVE = "stop", "leave"
-_LATE, _STOPS, _LEAVES, _CHANGES, _DURABLE, _NAMES, _NOT_NAMES, _FLAGS = range(8)  # of what travels with each step
 _VALUES = "buffers and metrics"
 
 _Function = TypeVar("_Function", bound=Callable[[Any], Any])
@@ -135,6 +136,7 @@ class Job:
         self._own_slots = range(0)
         self._is_fresh = True  # it has no state of the job yet
         self._is_joined = False  # with the ranks of this generation
+        self._unverified: _Digests | None = None  # of the last step, which the next one compares
         self._final = -1  # the last step that cannot run again
         self._wants_stop = self._wants_leave = False
         #: Whether all ranks have stopped, as a signal to one of them or :meth:`stop` asked for.
@@ -182,7 +184,7 @@ class Job:
                     yield Epoch(given, dict(self.history[given]))
                     given += 1
             if not self.has_left:
-                self._recovering(lambda: ops.barrier())
+                self._recovering(lambda: ops.barrier())  # so that a rank that is behind still finds one that is ahead
 
     def stop(self) -> None:
         """Makes all ranks stop after the same step, as SIGTERM does. From any thread."""
@@ -232,19 +234,21 @@ class Job:
                 self._regroup()
 
     def _regroup(self) -> None:
-        self._is_joined = False
+        self._is_joined, self._unverified = False, None
         basics.reinit()
 
     def _join(self) -> None:
         """Takes the state of the rank that has applied most steps, with the ranks of this generation."""
         place = basics.topology()
-        self._own_slots = range(*basics.slot_range())
+        self._own_slots = range(self._slots) if place.size == 1 else range(*basics.slot_range())
         self._gradients.start_generation(place.size == 1)
         ranks = allgather_object(
             {"step": -1 if self._is_fresh else self.steps, "stops": self.stop_requested,
-             "settings": self._settings, "platform": _platform()}, "job.ranks",
+             "settings": self._settings, "platform": _platform(), "end": self._own_slots.stop}, "job.ranks",
         )  # fmt: skip
         _compare_settings(ranks)
+        if ranks[-1]["end"] != self._slots:
+            raise ValueError(f"Job(slots={self._slots}) in a job that farandole.init(slots={ranks[-1]['end']}) began")
         steps = [facts["step"] for facts in ranks]
         if max(steps) < 0:
             self._restore()
@@ -282,29 +286,33 @@ class Job:
     def _run_until_epoch_ends(self, count: int) -> None:
         known = len(self.history)
         while len(self.history) == known and not self._is_over:
-            self._recovering(self._step)
+            self._recovering(functools.partial(self._step_after, self.steps))
             is_last = self.stop_requested or len(self.history) >= count
-            if is_last or self.steps % self._checkpoint_steps == 0:
+            if (is_last or self.steps % self._checkpoint_steps == 0) and not self.has_left:
+                self._recovering(self._verify)
                 self._write_checkpoint(waits=is_last)
+
+    def _step_after(self, steps: int) -> None:
+        """The step after so many, unless this rank got it from another one after a loss, or that one has stopped."""
+        if self.steps == steps and not self.stop_requested:
+            self._step()
 
     def _step(self) -> None:
         """One step: the slots of this rank, the exchange, the update; then what ranks asked for."""
-        if self.stop_requested:  # as another rank knew
-            return
         self._run_slots()
-        flags, sums = self._exchange()
-        if flags[_LATE]:
+        notes, present, integers, sums = self._exchange()
+        if notes.is_late:
             self._gradients.be_patient()
             self._values.abandon()
             return self._step()
-        self._update(flags, sums)
-        self._final = flags[_DURABLE] if self._checkpoints else self.steps - 2
-        self.stop_requested = bool(flags[_STOPS])
-        if flags[_LEAVES] and self._wants_leave:
+        self._update(present, integers, sums)
+        self._final = notes.durable if self._checkpoints else self.steps - 2
+        self.stop_requested = bool(notes.stops)
+        if notes.leaves and self._wants_leave:
             self.has_left = True
             self._chain.close()
             basics.shutdown()
-        elif (flags[_LEAVES] or flags[_CHANGES]) and not self.stop_requested:
+        elif (notes.leaves or notes.changes) and not self.stop_requested:
             self._regroup()
 
     def _run_slots(self) -> None:
@@ -325,55 +333,56 @@ class Job:
                 self._values.keep(part.slot, metrics)
                 metrics = {}
 
-    def _exchange(self) -> tuple[list[int], torch.Tensor]:
-        """Sums over all slots. Returns the largest flags of all ranks, and the sums of metrics and buffers."""
-        gradients = self._gradients
-        names = _hash_of_names(self._values.names)
-        rank = basics.topology().rank
-        changes = rank == 0 and basics.change_is_due()
-        durable = -1 if self._checkpoints is None else self._checkpoints.last_step - 1
-        flags = torch.tensor(
-            [gradients.is_late, self._wants_stop, self._wants_leave, changes, durable, names, ~names,
-             *gradients.present, *self._values.integers()], dtype=torch.int64,
-        )  # fmt: skip
-        sums = self._values.total()
-        if not gradients.is_alone:
-            handles = [
-                allreduce_async_(flags, name="job.flags", op=ops.Max),
-                allreduce_async_(sums, name="job.values", op=ops.Sum),
-            ]
-            wait_for_all(handles)
-            gradients.wait()
-        agreed: list[int] = flags.tolist()
-        if agreed[_NAMES] != ~agreed[_NOT_NAMES]:
+    def _exchange(self) -> tuple[Notes, list[int], list[int], torch.Tensor]:
+        """Sums over all slots and ranks: what ranks note, which gradients there are, integers, metrics and buffers."""
+        gradients, place = self._gradients, basics.topology()
+        notes = Notes(
+            is_late=gradients.is_late,
+            stops=self._wants_stop,
+            leaves=self._wants_leave,
+            changes=place.rank == 0 and basics.change_is_due(),
+            durable=self._checkpoints.last_step - 1 if self._checkpoints and place.rank == 0 else -1,
+            names=_hash_of_names(self._values.names),
+            digest=self._unverified.total if self._unverified else 0,
+        )
+        integers = self._values.integers()
+        message = encode(notes, gradients.present, integers, self._values.total())
+        gradients.wait([] if gradients.is_alone else [allreduce_async_(message, name="job.step", op=ops.Sum)])
+        decoded = decode(message, place.size, len(gradients.present), len(integers))
+        if not decoded[0].digest:
+            self._name_difference()
+        if not decoded[0].names:
             raise MismatchError(f"step {self.steps}: slots of different ranks returned metrics of different names")
-        return agreed, sums
+        return decoded
 
-    def _update(self, flags: list[int], sums: torch.Tensor) -> None:
-        """Applies the step; compares its results between ranks while the optimizer works."""
+    def _update(self, present: list[int], integers: list[int], sums: torch.Tensor) -> None:
+        """Applies the step."""
         gradients, step = self._gradients, self.steps
-        present = flags[_FLAGS : _FLAGS + len(gradients.names)]
         if not any(present):
             raise ValueError(f"step {step}: no parameter got a gradient: the step function must call backward()")
         gradients.assign(present, self._slots * self._passages)
         with torch.no_grad():
-            metrics = self._values.apply(sums, flags[_FLAGS + len(present) :], self._passages)
-        digests = torch.cat([gradients.digests(), digest_of(sums.view(torch.int64)).view(1)])
-        total = digest_of(digests)
-        extremes = torch.stack([total, ~total])
-        handle = None if gradients.is_alone else allreduce_async_(extremes, name="job.digest", op=ops.Max)
+            metrics = self._values.apply(sums, integers, self._passages)
+        tensors = torch.cat([gradients.digests(), digest_of(sums.view(torch.int64)).view(1)])
+        self._unverified = _Digests(step, int(digest_of(tensors)), tensors)
         if self._clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
         self._optimizer.step()
         for scheduler in self._schedulers:
             scheduler.step()
         self._advance(metrics)
-        self._chain.append(step, lambda: _line(step, int(total), digests.tolist()))
-        if handle is not None:
-            ops.synchronize(handle)
-            largest, of_inverse = extremes.tolist()
-            if largest != ~of_inverse:
-                self._name_difference(step, digests)
+        self._chain.append(step, self._unverified.line)
+
+    def _verify(self) -> None:
+        """Compares the results of the last step between ranks, where no other step follows that would."""
+        place = basics.topology()
+        if self._unverified is None or place.size == 1:
+            return
+        message = encode(Notes(0, 0, 0, 0, -1, 0, self._unverified.total), (), (), torch.empty(0, dtype=torch.float64))
+        wait_for_all([allreduce_async_(message, name="job.digest", op=ops.Sum)])
+        if not decode(message, place.size, 0, 0)[0].digest:
+            self._name_difference()
+        self._unverified = None
 
     def _advance(self, metrics: Mapping[str, float]) -> None:
         progress = self._state.progress
@@ -387,9 +396,11 @@ class Job:
             for scheduler in self._epoch_schedulers:
                 scheduler.step()
 
-    def _name_difference(self, step: int, digests: torch.Tensor) -> None:
+    def _name_difference(self) -> None:
         """Raises MismatchError for a step whose results differ between ranks."""
-        by_rank = allgather(digests.view(1, -1), name="job.digests")
+        assert self._unverified is not None
+        step, _, tensors = self._unverified
+        by_rank = allgather(tensors.view(1, -1), name="job.digests")
         differing = (by_rank != by_rank[0]).any(0).nonzero().flatten().tolist()
         name = self._names[differing[0]]
         alike: dict[int, list[str]] = {}
@@ -520,7 +531,14 @@ def _hash_of_names(names: Sequence[str]) -> int:
     return int.from_bytes(hashlib.blake2b("\n".join(names).encode(), digest_size=7).digest(), "little")
 
 
-def _line(step: int, total: int, digests: list[int]) -> dict[str, Any]:
-    """As farandole.chain has it."""
-    hints = "".join(f"{(number >> 48) & 0xFFFF:04x}" for number in digests)
-    return {"step": step, "gradients": f"{total & (1 << 64) - 1:016x}", "tensors": hints}
+class _Digests(NamedTuple):
+    """The digests of a step's results: of all, and of each tensor."""
+
+    step: int
+    total: int
+    tensors: torch.Tensor
+
+    def line(self) -> dict[str, Any]:
+        """As farandole.chain has it."""
+        hints = "".join(f"{(number >> 48) & 0xFFFF:04x}" for number in self.tensors.tolist())
+        return {"step": self.step, "gradients": f"{self.total & (1 << 64) - 1:016x}", "tensors": hints}

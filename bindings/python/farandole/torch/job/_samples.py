@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from farandole.torch.job._randomness import seed_generators
 
@@ -61,6 +61,8 @@ class Samples(Dataset[Any]):
             )
         self._dataset, self._slots, self._passages, self._batch_size = dataset, slots, passages, batch_size
         self._seed, self._shuffle, self._collate = seed, shuffle, collate or default_collate
+        # These alone draw no random numbers for sure.
+        self._draws = type(dataset) is not TensorDataset or collate is not None
         self._order: tuple[int, list[int]] = (-1, [])  # of an epoch
         self._loader = None
         self._ahead: Iterator[tuple[Part, Any]] | None = None  # what workers load, up to the range of slots
@@ -86,7 +88,8 @@ class Samples(Dataset[Any]):
 
     def load(self, part: Part) -> Any:
         """A batch; leaves the generators as loading left them."""
-        seed_generators(self._seed, "samples", *part)
+        if self._draws:
+            seed_generators(self._seed, "samples", *part)
         indices = self._indices(part)
         if hasattr(self._dataset, "__getitems__"):
             return self._collate(self._dataset.__getitems__(indices))

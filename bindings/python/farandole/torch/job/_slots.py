@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -119,9 +120,13 @@ class SlotGradients:
         if self._result is self._own:
             self._own = self._free.pop() if self._free else _Node(self._layout)
 
-    def wait(self) -> None:
-        """After the last slot, until the sums over all ranks are there. Raises what the exchange raises."""
-        handles, self._handles = self._handles, []
+    def wait(self, others: Sequence[ops.Handle] = ()) -> None:
+        """After the last slot, until the sums over all ranks are there, and other operations have completed.
+
+        Raises:
+            HorovodInternalError: The first error of any; nothing is in flight any more.
+        """
+        handles, self._handles = [*self._handles, *others], []
         wait_for_all(handles)
 
     def abandon(self) -> None:
@@ -142,9 +147,9 @@ class SlotGradients:
         return self._layout.digests(self._result)
 
     def _accumulated(self, index: int, parameter: torch.Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
-        if torch.is_grad_enabled():
+        gradient: Any = parameter.grad
+        parameter.grad = None
+        if gradient.requires_grad:
             raise RuntimeError("backward(create_graph=True) in a step of a Job: use torch.autograd.grad()")
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()

@@ -11,7 +11,6 @@ from farandole.torch.job._slots import sum_over_slots
 
 _MAX_FLOATS = 1 << 16  # of a buffer whose mean over the slots is taken
 _MAX_INTEGERS = 1 << 10  # of a buffer that slot 0 decides
-_NO_SLOT = torch.iinfo(torch.int64).min
 
 
 class SlotValues:
@@ -58,7 +57,7 @@ class SlotValues:
         for buffer in (*self._floats, *self._integers, *self._constants):
             buffer.save(is_copied=buffer.value.numel() <= _MAX_FLOATS)
         self._metrics, self._float_rows = [], []
-        self._first = [_NO_SLOT] * sum(buffer.value.numel() for buffer in self._integers)
+        self._first = [0] * sum(buffer.value.numel() for buffer in self._integers)
         self._is_begun = True
 
     def abandon(self) -> None:
@@ -95,10 +94,10 @@ class SlotValues:
         """The rank's sums, float64: metrics, then buffers. For op=Sum."""
         metrics = torch.tensor(self._metrics, dtype=torch.float64)
         rows = torch.cat([metrics, torch.stack(self._float_rows)], 1) if self._floats else metrics
-        return sum_over_slots(rows).clone()
+        return sum_over_slots(rows)
 
     def integers(self) -> list[int]:
-        """What slot 0 made of them, or less than anything. For op=Max."""
+        """What slot 0 made of them; zeros where it is another rank's."""
         return self._first
 
     def apply(self, sums: torch.Tensor, integers: list[int], passages: int) -> dict[str, float]:
