@@ -51,6 +51,13 @@ constexpr bool Reduces(OpKind kind) {
   return kind == OpKind::kAllreduce || kind == OpKind::kReducescatter;
 }
 
+/// Whether the result is a sum of the contributions, or what follows from it.
+constexpr bool AddsUp(const Collective& collective) {
+  return Reduces(collective.kind) &&
+         (collective.op == ReduceOp::kSum || collective.op == ReduceOp::kAverage ||
+          collective.op == ReduceOp::kPreMulSum);
+}
+
 /// Whether it runs as several collectives of a data plane (ops/cpu/adasum.h).
 constexpr bool IsAdasum(const Collective& collective) {
   return collective.kind == OpKind::kAllreduce && collective.op == ReduceOp::kAdasum;

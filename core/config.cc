@@ -10,6 +10,8 @@
 #include <utility>
 #include <variant>
 
+#include "core/slots.h"
+
 namespace farandole {
 
 /// Keeps one row of the table: O(|a| |b|) time, O(|b|) memory. `diagonal` is what the row held one
@@ -98,6 +100,11 @@ const std::array kSettings = {
     Setting{"FARANDOLE_JOIN_ALLREDUCE_ONLY", &Config::join_allreduce_only, "", 0, 0, true,
             "Whether only allreduces work while some ranks have joined, and other collectives "
             "fail, as in Horovod and in farandole.compat."},
+    Setting{"FARANDOLE_SLOTS", &Config::slots, "slots", 0, kMostSlots, true,
+            "Parts of each step's work, at least as many as ranks. Sums and averages of floats "
+            "over all ranks, on the CPU, then have the same bits for any number of ranks if each "
+            "contributes the sum of its slots; 0: they are added up in the order of ranks. What "
+            "init is given wins; jobs that torch.distributed makes have none."},
     Setting{"FARANDOLE_NAN_CHECK", &Config::nan_check, "", 0, 0, false,
             "Whether inputs of allreduces and reducescatters in host memory are searched for nan "
             "and infinity. raise: the operation fails on all ranks, by an error that names the "

@@ -45,6 +45,7 @@ struct Config {
   bool shared_memory = true;           ///< 0: ranks of one host use the network, too.
   bool hierarchical_allreduce = true;  ///< 0: sets on several hosts know no hosts.
   bool join_allreduce_only = false;    ///< Once a rank has joined, as Horovod has it.
+  int64_t slots = 0;                   ///< Of the job, see core/slots.h; 0: none.
   NanCheck nan_check = NanCheck::kOff;
   LogLevel log_level = LogLevel::kWarning;
   bool allow_pickle = true;     ///< 0: the Python package neither sends nor reads pickles.

@@ -24,6 +24,7 @@ struct InitOptions {
   bool apart = false;  ///< No launcher is asked: the job may be one of some of a launcher's ranks.
   double timeout_s = 0;   ///< The job's Config::stall_shutdown_s where the environment has none.
   bool in_order = false;  ///< See NegotiationOptions::in_order.
+  int slots = 0;          ///< Config::slots; 0: as the environment says, if not apart.
 };
 
 /// What is known of this process's place in the job.

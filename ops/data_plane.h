@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "core/collective.h"
+#include "core/slots.h"
 #include "core/status.h"
 #include "core/transport.h"
 #include "core/types.h"
@@ -53,6 +54,11 @@ struct Batch : Collective {
   DType wire = DType::kFloat32;   ///< Element type while travelling; see WireDType.
   int root_index = 0;             ///< Broadcast: index of the root in `ranks`.
   std::span<const int> absent;    ///< Indices in `ranks` that contribute nothing, ascending.
+  /// Sums and averages of floats in a job with slots, on the CPU, in the set of all ranks: the
+  /// slots whose sum each member contributes, by index; the order of the sum follows. Empty: rank
+  /// order.
+  std::span<const SlotRange> slots;
+  int64_t divisor = 0;  ///< Of an average; 0: the number of `ranks`.
   std::span<const Segment> segments;
   int64_t count = 0;  ///< Sum of the segments' counts.
   /// Allgather and reducescatter, which have one segment: elements of each member's split, by
@@ -132,6 +138,13 @@ class PlaneOperation {
 /// average is that of the hosts' averages (absent ranks count); where hosts have unequal numbers of
 /// members, each is first multiplied by that of its host, relative to the mean of all hosts, and
 /// rounded to `wire`. A reducescatter in such a set takes rank order all the same.
+///
+/// With `Batch::slots` the sum takes the order of the tree over the slots instead of rank order
+/// (core/slots.h), in sets that span hosts too, and an average is that sum divided once. So if
+/// members contribute the sums of their slots, each evaluated in the same tree and rounded neither
+/// by the dtype nor by `wire` (float32 and float64 as they are), the result has the same bits for
+/// any number of members. A 16-bit float is a contribution that has been rounded: bits then depend
+/// on where the tree is cut. The 8-bit wire has no such order; OperationRegistry refuses it.
 ///
 /// Thread safety: everything from the thread that holds the engine lock. Invariants: batches of one
 /// set are started in decision order; those of different sets run side by side. No allocation in

@@ -9,6 +9,7 @@
 
 #include "bindings/c/handles.h"
 #include "coordinator/protocol/splits.h"
+#include "core/slots.h"
 
 using farandole::Engine;
 using farandole::FromHandle;
@@ -76,6 +77,9 @@ Result<farandole::InitOptions> ToInitOptions(const farandole_init_options* optio
   }
   init.timeout_s = options->timeout_s;
   init.in_order = options->in_order != 0;
+  FARANDOLE_RETURN_IF_ERROR(
+      farandole::CheckRange("init: slots", options->slots, farandole::kMostSlots));
+  init.slots = options->slots;
   if (options->address != nullptr) init.address = options->address;
   if (const farandole_store* store = options->store) {
     if (store->set == nullptr || store->wait == nullptr || store->get == nullptr) {
@@ -176,6 +180,23 @@ int farandole_get_topology(const farandole_context* context, farandole_topology*
   const farandole::Rendezvous& rendezvous = context->generation->rendezvous();
   *out = {engine.rank(),         engine.size(),         rendezvous.local_rank,
           rendezvous.local_size, rendezvous.cross_rank, rendezvous.cross_size};
+  return FARANDOLE_OK;
+} catch (...) {
+  return ReportException();
+}
+
+int farandole_slot_range(const farandole_context* context, int* begin, int* end) try {
+  if (context == nullptr || begin == nullptr || end == nullptr)
+    return ReportNull("context, begin or end");
+  const Engine& engine = context->generation->engine();
+  const auto slots = static_cast<int>(context->generation->config().slots);
+  if (slots == 0) {
+    return Report(farandole::InvalidArgument("this job has no slots; expected init with slots"));
+  }
+  const farandole::SlotRange mine =
+      farandole::SlotRanges(slots, engine.size())[static_cast<size_t>(engine.rank())];
+  *begin = mine.begin;
+  *end = mine.end;
   return FARANDOLE_OK;
 } catch (...) {
   return ReportException();

@@ -201,10 +201,14 @@ typedef struct farandole_init_options {
    * that do not get an error after a second, not only when all their threads wait. The same on all
    * ranks. */
   int in_order;
+  /** Parts of each step's work, from the number of ranks to 65536: sums and averages of floats over
+   * all ranks have the same bits for any number of ranks if each contributes the sum of its slots
+   * (farandole_slot_range). The same on all ranks; 0: as FARANDOLE_SLOTS says, or, apart, none. */
+  int slots;
 } farandole_init_options;
 /** The default options. */
 #define FARANDOLE_INIT_OPTIONS \
-  { sizeof(farandole_init_options), -1, -1, -1, 0, NULL, NULL, 0, 0 }
+  { sizeof(farandole_init_options), -1, -1, -1, 0, NULL, NULL, 0, 0, 0 }
 
 /** Joins the job of this process, over MPI or TCP (FARANDOLE_NETWORK); without a launcher, a job of
  * one rank. Settings come from FARANDOLE_* variables. Collective. `options` NULL: everything is as
@@ -275,6 +279,14 @@ typedef struct farandole_topology {
 FARANDOLE_API int farandole_check(const farandole_context* context);
 /** Fills `out`. */
 FARANDOLE_API int farandole_get_topology(const farandole_context* context, farandole_topology* out);
+/** The slots of this rank, `begin` to `end` - 1, in a job with slots. They are those of one node of
+ * the binary tree over all slots, cut at the last one: a rank adds up pairs of its slots with the
+ * same parent, then pairs of these sums, and so on, and contributes the last sum; where a node has
+ * one child that child's sum is its own. Sums of floats over all ranks go on in the same tree, so
+ * their bits do not depend on the number of ranks, if contributions are float32 or float64 and
+ * travel as they are. Floats on a GPU and the 8-bit wire are refused there. Errors:
+ * INVALID_ARGUMENT if the job has no slots. */
+FARANDOLE_API int farandole_slot_range(const farandole_context* context, int* begin, int* end);
 
 /* ---- Collectives ---- */
 

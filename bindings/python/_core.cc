@@ -306,14 +306,14 @@ void BindContext(py::module_& m) {
           "init",
           [](std::optional<int> rank, std::optional<int> size, std::optional<int> local_rank,
              std::optional<std::string> address, py::object store, bool apart, double timeout_s,
-             bool in_order) {
+             bool in_order, int slots) {
             return Context::Init({rank, size, local_rank, std::move(address), std::move(store),
-                                  apart, timeout_s, in_order});
+                                  apart, timeout_s, in_order, slots});
           },
           py::arg("rank") = py::none(), py::arg("size") = py::none(),
           py::arg("local_rank") = py::none(), py::arg("address") = py::none(),
           py::arg("store") = py::none(), py::arg("apart") = false, py::arg("timeout_s") = 0.0,
-          py::arg("in_order") = false)
+          py::arg("in_order") = false, py::arg("slots") = 0)
       .def_static("in_process", &Context::InProcess, py::arg("size"))
       .def_static("forget_all", &Context::ForgetAll)
       .def_property_readonly("is_closed", &Context::is_closed)
@@ -322,6 +322,7 @@ void BindContext(py::module_& m) {
            py::arg("reason") = static_cast<int>(FARANDOLE_EXIT_BY_OTHER), py::arg("cause") = "")
       .def("raise_if_ended", &Context::RaiseIfEnded)
       .def("topology", &Context::Topology)
+      .def("slot_range", &Context::SlotRange)
       .def("counters", &Context::Counters)
       .def("setting", &Context::Setting, py::arg("name"))
       .def("start_timeline", &Context::StartTimeline, py::arg("path"), py::arg("mark_cycles"))

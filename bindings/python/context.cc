@@ -95,6 +95,7 @@ std::shared_ptr<Context> JoinJob(const InitArguments& arguments, farandole_conte
   options.apart = arguments.apart ? 1 : 0;
   options.timeout_s = arguments.timeout_s;
   options.in_order = arguments.in_order ? 1 : 0;
+  options.slots = arguments.slots;
   if (arguments.address) options.address = arguments.address->c_str();
   PythonStore python_store(arguments.store);
   const farandole_store store = python_store.ForC();
@@ -228,6 +229,12 @@ void Context::RaiseIfEnded() const { Check(farandole_check(get())); }
 py::tuple Context::Topology() const {
   const farandole_topology& t = topology_;
   return py::make_tuple(t.rank, t.size, t.local_rank, t.local_size, t.cross_rank, t.cross_size);
+}
+
+std::pair<int, int> Context::SlotRange() const {
+  std::pair<int, int> slots;
+  Check(farandole_slot_range(get(), &slots.first, &slots.second));
+  return slots;
 }
 
 py::dict Context::Counters() const {

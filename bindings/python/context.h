@@ -72,6 +72,7 @@ struct InitArguments {
   bool apart = false;      ///< No launcher is asked.
   double timeout_s = 0;    ///< As in farandole_init_options.
   bool in_order = false;   ///< As there.
+  int slots = 0;           ///< As there.
 };
 
 /// One rank's engine.
@@ -111,6 +112,7 @@ class Context : public std::enable_shared_from_this<Context> {
   /// @throw the error with which the job has ended, as every new operation would.
   void RaiseIfEnded() const;
   pybind11::tuple Topology() const;
+  std::pair<int, int> SlotRange() const;
   pybind11::dict Counters() const;
   /// The value of FARANDOLE_...; @throw ValueError if there is no such setting.
   std::string Setting(const std::string& name) const;

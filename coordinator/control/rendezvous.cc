@@ -151,7 +151,15 @@ Result<Rendezvous> Agree(const std::vector<std::string>& encoded, int rank) {
 Result<Rendezvous> RunRendezvous(Transport& transport, const Hello& mine, int64_t timeout_ns) {
   Result<std::vector<std::string>> gathered = transport.Allgather(EncodeHello(mine), timeout_ns);
   if (!gathered.ok()) return gathered.status();
-  return Agree(gathered.value(), transport.rank());
+  Result<Rendezvous> agreed = Agree(gathered.value(), transport.rank());
+  if (agreed.ok()) FARANDOLE_RETURN_IF_ERROR(CheckSlots(mine.config, transport.size()));
+  return agreed;
+}
+
+Status CheckSlots(const Config& config, int ranks) {
+  if (config.slots == 0 || config.slots >= ranks) return {};
+  return InvalidArgument("init: the job has " + std::to_string(config.slots) + " slots and " +
+                         std::to_string(ranks) + " ranks; expected a slot for each rank");
 }
 
 std::string ThisHost() {

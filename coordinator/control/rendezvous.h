@@ -41,8 +41,11 @@ std::string EncodeHello(const Hello& mine);
 /// to all ranks.
 Result<Rendezvous> Agree(const std::vector<std::string>& encoded, int rank);
 
-/// EncodeHello, exchange, Agree. Collective over all ranks; blocks up to `timeout_ns`.
-/// @return As Agree; Timeout naming the silent ranks.
+/// @return InvalidArgument for a job of more ranks than slots, if it has any.
+Status CheckSlots(const Config& config, int ranks);
+
+/// EncodeHello, exchange, Agree, CheckSlots. Collective over all ranks; blocks up to `timeout_ns`.
+/// @return As Agree and CheckSlots; Timeout naming the silent ranks.
 Result<Rendezvous> RunRendezvous(Transport& transport, const Hello& mine, int64_t timeout_ns);
 
 /// Parents of a tree in which a host's ranks hang under its lowest rank and the hosts' leaders form

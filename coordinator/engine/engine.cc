@@ -12,6 +12,7 @@ ProcessSetInfo GlobalSet(const NegotiationOptions& options) {
   ProcessSetInfo set;
   for (int rank = 0; rank < options.size; ++rank) set.ranks.push_back(rank);
   set.planes = options.PlanesOf(set.ranks);
+  set.slots = options.slots;
   return set;
 }
 

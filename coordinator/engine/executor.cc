@@ -55,6 +55,7 @@ Status Executor::AddSet(const ProcessSetInfo& info) {
   if (me == info.ranks.end()) return {};
   auto set = std::make_unique<Set>();
   set->ranks.assign(info.ranks.begin(), info.ranks.end());
+  if (info.slots > 0) set->slots = SlotRanges(info.slots, static_cast<int>(set->ranks.size()));
   set->my_index = static_cast<int>(me - info.ranks.begin());
   for (size_t kind = 0; kind < set->planes.size(); ++kind) {
     const size_t number = kind < info.planes.size() ? info.planes[kind] : 0;
@@ -207,6 +208,8 @@ Status Executor::Fill(Running& run, const WorkDecision& work, const BatchPlan& p
   batch.wire = WireDType(batch.dtype, signature.wire_format);
   if (batch.op == ReduceOp::kPreMulSum)
     UseOwnPrescale(batch, decided_[static_cast<size_t>(first.key)]);
+  batch.slots = {};
+  if (AddsUp(batch) && IsFloating(batch.dtype)) batch.slots = set.slots;
   batch.root_index = 0;
   if (batch.kind == OpKind::kBroadcast) {
     batch.root_index = static_cast<int>(PositionOf(signature.root, set.ranks));

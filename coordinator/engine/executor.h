@@ -97,6 +97,7 @@ class Executor {
   };
   struct Set {
     std::vector<int> ranks;
+    std::vector<SlotRange> slots;  // as Batch::slots
     int my_index = -1;
     std::array<DataPlane*, kDeviceKindCount> planes = {};
     /// Last progress, in active_ns_, by the device whose deadline it puts off.

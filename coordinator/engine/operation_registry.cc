@@ -26,6 +26,26 @@ std::string JoinNumbers(const std::vector<int32_t>& numbers) {
   return text;
 }
 
+/// What cannot be added up in the order of the tree over a job's slots is refused, on all ranks.
+Status CheckSlots(const KeyName& name, const Signature& signature, int slots) {
+  const bool is_floating = std::ranges::any_of(signature.tensors, [](const TensorSignature& one) {
+    return IsFloating(CarrierOf(one.dtype).dtype);
+  });
+  Collective collective = signature;
+  collective.kind = name.kind;
+  if (slots == 0 || !is_floating || !AddsUp(collective)) return {};
+  const std::string in_job = " in a job with " + std::to_string(slots) + " slots";
+  if (collective.device == DeviceKind::kCuda) {
+    return Unimplemented(Describe(name) + in_job +
+                         ": floats on a GPU are not added up in the order of the slots; expected "
+                         "tensors in host memory");
+  }
+  if (collective.wire_format != WireFormat::kInt8) return {};
+  return InvalidArgument(Describe(name) + in_job +
+                         ": an 8-bit wire rounds sums that other ranks add up otherwise; expected "
+                         "no compression");
+}
+
 }  // namespace
 
 OperationRegistry::OperationRegistry(Engine& engine, int rank, Lifecycle& lifecycle,
@@ -164,6 +184,7 @@ Result<Operation*> OperationRegistry::Define(const KeyName& name, const Signatur
   FARANDOLE_RETURN_IF_ERROR(CheckSet(name));
   const std::vector<int32_t>& ranks = sets_.at(name.set).ranks;
   FARANDOLE_RETURN_IF_ERROR(Validate(name, signature, ranks));
+  FARANDOLE_RETURN_IF_ERROR(CheckSlots(name, signature, sets_.at(name.set).slots));
   FARANDOLE_RETURN_IF_ERROR(CheckPassedRows(name, signature, own.rows));
   FARANDOLE_RETURN_IF_ERROR(CheckSplits(name, signature, own.rows, own.splits, ranks.size()));
   Result<Residuals> residuals = ResidualsFor(name, signature);

@@ -240,6 +240,7 @@ Result<std::unique_ptr<Connections>> ConnectInProcess(std::shared_ptr<InProcessJ
                                        EncodeHello(MyHello(config, *made->flat)));
   Result<Rendezvous> rendezvous = Agree(alike, rank);
   if (!rendezvous.ok()) return rendezvous.status();
+  FARANDOLE_RETURN_IF_ERROR(CheckSlots(config, size));
   made->rendezvous = std::move(rendezvous).value();
   return made;
 }

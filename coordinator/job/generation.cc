@@ -44,6 +44,7 @@ EngineOptions MakeOptions(const Config& config, const Rendezvous& rendezvous,
   options.negotiation.cuda_fusion_threshold_bytes = config.cuda_fusion_threshold_bytes;
   options.negotiation.window = static_cast<int>(config.window);
   options.negotiation.max_ids = static_cast<uint32_t>(config.id_table_size);
+  options.negotiation.slots = static_cast<int>(config.slots);
   options.negotiation.join_allreduce_only = config.join_allreduce_only;
   options.negotiation.divergence_check = config.divergence_check;
   if (!config.stall_check_disable) {
@@ -246,6 +247,7 @@ Result<std::unique_ptr<Generation>> Generation::Begin(const InitOptions& init) {
   const bool is_set = environment.contains("FARANDOLE_STALL_SHUTDOWN_S") ||
                       environment.contains("FARANDOLE_STALL_SHUTDOWN_TIME_SECONDS");
   if (!is_set) generation->config_.stall_shutdown_s = init.timeout_s;
+  if (init.slots > 0 || init.apart) generation->config_.slots = init.slots;
   generation->in_order_ = init.in_order;
   generation->compute_threads_ = ComputeThreads(environment);
   if (launcher.value().size == 1) {

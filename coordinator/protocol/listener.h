@@ -49,6 +49,7 @@ struct ProcessSetInfo {
   int32_t user_id = 0;         ///< The smallest free number when it was added; 0 is the global set.
   std::vector<int32_t> ranks;  ///< Ascending.
   std::vector<uint8_t> planes;  ///< Per DeviceKind.
+  int32_t slots = 0;            ///< Of the job, in the global set: see core/slots.h. 0: rank order.
 };
 
 /// Where the negotiation speaks to. Calls come from inside Submit, Receive, BatchDone, Tick and

@@ -37,6 +37,7 @@ struct NegotiationOptions {
   /// All ranks submit the keys of the global set in the same order, but for those with a function
   /// of their own. Ranks that do not end the job, too.
   bool in_order = false;
+  int slots = 0;                ///< Of the job: see core/slots.h. 0: it has none.
   std::vector<uint8_t> planes;  ///< Per DeviceKind, of sets whose ranks share no memory.
   std::vector<int> memory;      ///< By rank: equal and >= 0 if they share memory. Empty: none do.
   uint8_t memory_plane = 0;     ///< For the CPU, of sets whose ranks all share memory.

@@ -55,6 +55,10 @@ Status CheckMembers(const Batch& batch) {
     return Refuse(batch, "an absent rank's index is not in the set");
   }
   if (batch.absent.size() >= batch.ranks.size()) return Refuse(batch, "no rank contributes");
+  if (!batch.slots.empty() && batch.slots.size() != batch.ranks.size()) {
+    return Refuse(batch, "slots are given for " + std::to_string(batch.slots.size()) +
+                             " members of " + std::to_string(batch.ranks.size()));
+  }
   if (batch.kind != OpKind::kBroadcast) return {};
   if (outside(batch.root_index)) return Refuse(batch, "the root's index is not in the set");
   if (IsAbsent(batch, batch.root_index)) return Refuse(batch, "the root is absent");

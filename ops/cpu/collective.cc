@@ -61,7 +61,6 @@ void CpuCollective::Leave() {
 void CpuCollective::Describe() {
   wire_ = WireOf(*batch_);
   wire_bytes_ = SizeOf(wire_);
-  spec_ = {wire_, batch_->op, members(), batch_->postscale};
   prescale_ = PrescaleOf(*batch_);
   casts_ = wire_ != batch_->dtype || prescale_ != 1.0;
   contributes_ = Contributes(*batch_, my_index());
@@ -70,6 +69,10 @@ void CpuCollective::Describe() {
   for (int i = 0; i < members(); ++i) {
     if (Contributes(*batch_, i)) present_.push_back(i);
   }
+  merges_.clear();
+  if (!batch_->slots.empty()) FindMerges(batch_->slots, present_, merges_);
+  const int64_t divisor = batch_->divisor > 0 ? batch_->divisor : members();
+  spec_ = {wire_, batch_->op, divisor, batch_->postscale, merges_};
 }
 
 void CpuCollective::ReduceInto(std::byte* out, std::byte* scratch,

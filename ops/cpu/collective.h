@@ -118,8 +118,8 @@ class CpuCollective : public PlaneOperation {
   int my_index() const { return set_->my_index; }
   int members() const { return set_->members(); }
   const CpuKernels& kernels() const { return set_->kernels; }
-  /// Present members' contributions, in rank order, which decides the bits of a sum: that of
-  /// `member` is at `where(member)`.
+  /// Present members' contributions, in rank order, which `spec_` counts on: that of `member` is at
+  /// `where(member)`.
   template <class Where>
   std::span<const void* const> Sources(Where where) {
     sources_.clear();
@@ -153,6 +153,7 @@ class CpuCollective : public PlaneOperation {
   bool has_begun_ = false;
   SoloRun solo_;
   std::vector<const void*> sources_;
+  std::vector<uint8_t> merges_;  // of spec_
 };
 
 /// The slices of a variable-size collective, and the tensors of this rank that they are part of.

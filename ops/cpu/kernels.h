@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <span>
 
+#include "core/slots.h"
 #include "core/types.h"
 
 namespace farandole {
@@ -23,6 +24,10 @@ struct ReduceSpec {
   ReduceOp op = ReduceOp::kSum;
   int64_t divisor = 1;  ///< kAverage: the set's full size, absent ranks included. Others: unused.
   double postscale = 1.0;  ///< Multiplies the reduced value before its one rounding.
+  /// Sums and averages of floats: for each source how often, once it lies on a stack, the two upper
+  /// values there are replaced by their sum; one is left at the end, and at most kMostSlotLevels +
+  /// 1 lie there at a time (FindMerges). Empty: from the first source to the last. Others: unused.
+  std::span<const uint8_t> merges = {};
 };
 
 /// Scalar products of two vectors a and b.
@@ -37,11 +42,11 @@ struct ScalarProducts {
 /// - Factors multiply 16- and 32-bit floats in float (the factor rounded to float), float64 in
 ///   double. Integers are multiplied in double, truncated toward zero and clamped to the dtype's
 ///   range. A factor of exactly 1 changes nothing. Bool ignores factors.
-/// - Reduce takes sources from first to last and accumulates in float (float64: double). Integer
-///   sums and products wrap; an integer average is exact, then truncates toward zero. Min and max
-///   propagate NaN. Bool: min, product and bit_and are `and`, max and bit_or are `or`, bit_xor is
-///   `xor` of 0 and 1. Bitwise ops ignore factors; those that are not defined (IsDefined) must not
-///   be asked for (CheckBatch refuses them).
+/// - Reduce takes sources from first to last, or merges their sums as ReduceSpec says, and
+///   accumulates in float (float64: double). Integer sums and products wrap; an integer average is
+///   exact, then truncates toward zero. Min and max propagate NaN. Bool: min, product and bit_and
+///   are `and`, max and bit_or are `or`, bit_xor is `xor` of 0 and 1. Bitwise ops ignore factors;
+///   those that are not defined (IsDefined) must not be asked for (CheckBatch refuses them).
 /// - MultiplyAndSum and Combine calculate in double. The order of a sum depends on `count` alone.
 /// - Every implementation gives the same bits, however a range is divided into calls; which NaN
 ///   comes out of several is left open.

@@ -68,11 +68,9 @@ void ForEachTile(Byte* quantized, int64_t count, const Work& work) {
 
 /// To a plane a premul_sum is a sum.
 bool IsQuantized(const Collective& collective, DType dtype, size_t ranks) {
-  const ReduceOp op = collective.op;
   return collective.kind == OpKind::kAllreduce && collective.wire_format == WireFormat::kInt8 &&
          dtype == DType::kFloat32 && collective.device == DeviceKind::kCpu &&
-         ranks <= kMostQuantizingRanks &&
-         (op == ReduceOp::kSum || op == ReduceOp::kAverage || op == ReduceOp::kPreMulSum);
+         ranks <= kMostQuantizingRanks && AddsUp(collective);
 }
 
 bool IsQuantized(const Batch& batch) { return IsQuantized(batch, batch.dtype, batch.ranks.size()); }

@@ -1,5 +1,5 @@
-// Reductions of every type, in the order of the sources; scalar products and linear combinations of
-// two vectors.
+// Reductions of every type, in the order of the sources or of a tree over them; scalar products and
+// linear combinations of two vectors.
 //
 // Loops over integers and doubles are plain and left to the vectoriser. What is added up in float
 // is loaded from all sources, combined, finished and stored once, in registers.
@@ -57,6 +57,35 @@ void ReduceFloats(T* dst, std::span<const void* const> sources, int64_t count,
   });
 }
 
+/// As ReduceFloats, but in the order of ReduceSpec::merges: the top of the stack is in a register.
+template <class T, class Finish>
+void MergeFloats(T* dst, std::span<const void* const> sources, int64_t count,
+                 std::span<const uint8_t> merges, const Finish& finish) {
+  const void* const* const from = sources.data();
+  const size_t source_count = sources.size();
+  const uint8_t* const merge = merges.data();
+  ForEachVector(count, [=](int64_t at, auto vector) HWY_ATTR {
+    HWY_ALIGN float below[kMostSlotLevels * hn::MaxLanes(Floats())];
+    float* end = below;
+    FloatVec top = vector.Load(static_cast<const T*>(from[0]) + at);
+    for (size_t k = 1; k < source_count; ++k) {
+      const FloatVec next = vector.Load(static_cast<const T*>(from[k]) + at);
+      if (merge[k] == 0) {
+        hn::Store(top, Floats(), end);
+        end += hn::MaxLanes(Floats());
+        top = next;
+        continue;
+      }
+      top = hn::Add(top, next);
+      for (uint8_t m = 1; m < merge[k]; ++m) {
+        end -= hn::MaxLanes(Floats());
+        top = hn::Add(hn::Load(Floats(), end), top);
+      }
+    }
+    vector.Store(Finished(finish, top), dst + at);
+  });
+}
+
 /// Elements per block: a block of accumulators (8 KiB) stays in the L1 cache with room for the
 /// sources.
 inline constexpr int64_t kReduceBlock = 1024;
@@ -96,6 +125,30 @@ void ReduceBlocks(T* dst, std::span<const void* const> sources, int64_t count,
   }
 }
 
+/// As MergeFloats; the stack is one of blocks.
+template <class Finish>
+void MergeDoubles(double* dst, std::span<const void* const> sources, int64_t count,
+                  std::span<const uint8_t> merges, const Finish& finish) {
+  constexpr int64_t kBlock = 128;
+  double stack[kMostSlotLevels + 1][kBlock];
+  for (int64_t begin = 0; begin < count; begin += kBlock) {
+    const int64_t n = HWY_MIN(kBlock, count - begin);
+    double(*end)[kBlock] = stack;
+    for (size_t k = 0; k < sources.size(); ++k) {
+      const double* const next = static_cast<const double*>(sources[k]) + begin;
+      if (merges[k] == 0) {
+        std::memcpy(end++, next, static_cast<size_t>(n) * sizeof(double));
+        continue;
+      }
+      for (int64_t i = 0; i < n; ++i) end[-1][i] += next[i];
+      for (uint8_t m = 1; m < merges[k]; ++m, --end) {
+        for (int64_t i = 0; i < n; ++i) end[-2][i] += end[-1][i];
+      }
+    }
+    for (int64_t i = 0; i < n; ++i) dst[begin + i] = finish.template Apply<double>(stack[0][i]);
+  }
+}
+
 /// The commonest case, two ranks, without a pass through the accumulator block.
 template <class Op, class T, class Finish>
 void ReducePair(T* dst, const T* a, const T* b, int64_t count, const Finish& finish) {
@@ -116,12 +169,28 @@ void ReduceWith(T* dst, std::span<const void* const> sources, int64_t count, con
   ReduceBlocks<Op, Acc>(dst, sources, count, finish);
 }
 
+template <class T, class Finish>
+void Merge(T* dst, std::span<const void* const> sources, int64_t count,
+           std::span<const uint8_t> merges, const Finish& finish) {
+  if constexpr (std::is_same_v<T, double>) {
+    MergeDoubles(dst, sources, count, merges, finish);
+  } else {
+    MergeFloats(dst, sources, count, merges, finish);
+  }
+}
+
 /// Integers without divisor and factor wrap alike in their own width, where vectors are longest.
 template <class Op, class T>
 void ReduceFinished(T* dst, std::span<const void* const> sources, int64_t count,
                     const ReduceSpec& spec) {
   const DivideAndScale finish{spec.op == ReduceOp::kAverage ? spec.divisor : 1, spec.postscale};
   const bool keeps = finish.divisor == 1 && finish.factor == 1.0;
+  if constexpr (std::is_same_v<Op, Sum> && std::is_floating_point_v<Accumulator<T>>) {
+    if (!spec.merges.empty()) {
+      return keeps ? Merge(dst, sources, count, spec.merges, Keep())
+                   : Merge(dst, sources, count, spec.merges, finish);
+    }
+  }
   if constexpr (std::is_same_v<Accumulator<T>, float>) {
     if (keeps) return ReduceFloats<Op>(dst, sources, count, Keep());
     ReduceFloats<Op>(dst, sources, count, finish);

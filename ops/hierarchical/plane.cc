@@ -125,6 +125,7 @@ class HierarchicalPlane::Collective final : public CpuCollective {
   SegmentCursor out_;
   std::vector<int> local_absent_;
   std::vector<int> cross_absent_;
+  std::vector<SlotRange> cross_slots_;  // by host; empty: rank order
   std::vector<int64_t> splits_;
 
   // Slices: how many have passed each stage.
@@ -161,6 +162,10 @@ void HierarchicalPlane::Collective::Begin() {
       cross_absent_.push_back(static_cast<int>(h));
     }
   }
+  cross_slots_.clear();
+  for (size_t h = 0; h < topology().host.size() && !batch.slots.empty(); ++h) {
+    cross_slots_.push_back(SlotsOf(batch, topology().host[h]));
+  }
   in_ = residuals_ = out_ = SegmentCursor(batch.segments, batch.dtype);
   plan_ = SlicePlan(batch.count, staging_->shard_bytes / wire_bytes_, topology());
   scattered_ = started_ = crossed_ = gathered_ = 0;
@@ -183,7 +188,12 @@ void HierarchicalPlane::Collective::DescribeCross(InnerBatch& cross) const {
   cross.batch.absent = cross_absent_;
   if (quantized_) cross.batch.wire_format = WireFormat::kInt8;
   cross.batch.postscale = batch_->postscale;
+  cross.batch.slots = cross_slots_;
   if (batch_->op != ReduceOp::kAverage) return;
+  if (!cross_slots_.empty()) {
+    cross.batch.divisor = members();  // hosts send sums
+    return;
+  }
   cross.batch.prescale = topology().WeightOf(static_cast<size_t>(topology().my_host));
 }
 
@@ -360,7 +370,11 @@ void HierarchicalPlane::Collective::StartLocal(OpKind kind, std::span<const int>
     splits_.push_back(plan_.ShardOf(static_cast<int>(i), slice).count * width_);
   }
   local_.Describe(*batch_, kind, cross_[0].batch.dtype);
-  local_.batch.op = cross_[0].batch.op;
+  local_.batch.op = cross_slots_.empty() ? cross_[0].batch.op : ReduceOp::kSum;
+  if (kind == OpKind::kReducescatter && !cross_slots_.empty()) {
+    const std::vector<int>& mine = topology().mine();
+    local_.batch.slots = batch_->slots.subspan(static_cast<size_t>(mine.front()), mine.size());
+  }
   local_.batch.ranks = set().local_ranks;
   local_.batch.my_index = topology().my_local;
   local_.batch.absent = absent;
@@ -422,7 +436,7 @@ void HierarchicalPlane::RemoveSet(uint32_t uid) {
 Result<PlaneOperation*> HierarchicalPlane::Start(const Batch& batch) {
   Result<Set*> set = sets_.For(batch);
   if (!set.ok()) return set.status();
-  const Path path = PathOf(batch);
+  const Path path = PathOf(batch, set.value()->topology);
   if (path == Path::kFlat) return options_.flat->Start(batch);
   if (path == Path::kOneShot) {
     OneShotAllreduce* const one_shot = one_shots_.Take(

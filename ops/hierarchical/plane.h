@@ -21,7 +21,9 @@ namespace farandole {
 ///
 /// All else goes to the flat plane: the other kinds, integers where a host's partial result would
 /// be wrong (averages, results that are scaled), and what is tiny, where latency counts: as it is,
-/// or, floats, as a OneShotAllreduce.
+/// or, floats, as a OneShotAllreduce. Of batches with slots all but those whose tree can be
+/// evaluated within each host first, bit by bit: float32 and float64, where each host's members
+/// hold one node.
 ///
 /// Each host must have a member in each shard's allreduce, so there are as many shards as members
 /// on the host that has the fewest. Ranks without shared memory count as hosts of their own.

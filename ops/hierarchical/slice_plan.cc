@@ -4,6 +4,11 @@
 
 namespace farandole {
 
+SlotRange SlotsOf(const Batch& batch, std::span<const int> members) {
+  return {batch.slots[static_cast<size_t>(members.front())].begin,
+          batch.slots[static_cast<size_t>(members.back())].end};
+}
+
 Topology::Topology(std::span<const int> ranks, int my_index, std::span<const int> memory) {
   std::vector<int> names;  // by number of the host
   for (size_t p = 0; p < ranks.size(); ++p) {
@@ -22,9 +27,19 @@ Topology::Topology(std::span<const int> ranks, int my_index, std::span<const int
   shards = static_cast<int>(std::ranges::min_element(host, {}, &std::vector<int>::size)->size());
 }
 
+/// Whether the tree over the batch's slots can be evaluated within each host first: each host's
+/// members hold one node of it, and its sum is what crosses, not a rounded one.
+bool HostsAreNodes(const Batch& batch, const Topology& topology) {
+  if (SizeOf(batch.wire) < SizeOf(DType::kFloat32)) return false;
+  return std::ranges::all_of(topology.host, [&](const std::vector<int>& host) {
+    const bool is_contiguous = host.back() - host.front() + 1 == std::ssize(host);
+    return is_contiguous && IsSlotNode(SlotsOf(batch, host), batch.slots.back().end);
+  });
+}
+
 /// Flat: integers whose result does not follow from the hosts' results in their own type; and what
-/// is tiny and has the same bits in any order.
-Path PathOf(const Batch& batch) {
+/// is tiny and has the same bits there, as integers have and what has slots.
+Path PathOf(const Batch& batch, const Topology& topology) {
   // Of all members together, sent to all of them at once: then the latency of three rounds counts
   // more than the bytes on the link.
   constexpr int64_t kOneShotBytes = 64 * 1024;
@@ -33,6 +48,9 @@ Path PathOf(const Batch& batch) {
   const int64_t bytes = batch.count * SizeOf(WireOf(batch));
   const bool tiny = bytes * static_cast<int64_t>(batch.ranks.size()) <= kOneShotBytes;
   if (broadcast) return tiny ? Path::kFlat : Path::kComposed;
+  if (!batch.slots.empty()) {
+    return tiny || !HostsAreNodes(batch, topology) ? Path::kFlat : Path::kComposed;
+  }
   if (IsFloating(batch.dtype)) return tiny ? Path::kOneShot : Path::kComposed;
   const bool exact = batch.op != ReduceOp::kAverage && batch.postscale == 1.0;
   return exact && !tiny ? Path::kComposed : Path::kFlat;

@@ -36,9 +36,12 @@ struct Topology {
   }
 };
 
+/// The slots of members that are neighbours: those of a host, where such a batch is composed.
+SlotRange SlotsOf(const Batch& batch, std::span<const int> members);
+
 /// How a batch is run: on the flat plane, by collectives of several planes, or by OneShotAllreduce.
 enum class Path : uint8_t { kFlat, kComposed, kOneShot };
-Path PathOf(const Batch& batch);
+Path PathOf(const Batch& batch, const Topology& topology);
 
 /// The slices of a batch, and in which order a host works on them.
 ///

@@ -3,7 +3,8 @@
 // round measures everything once, so that what disturbs the machine disturbs all of it.
 //
 // usage: local_plane_bench [ranks=2] [mib=64] [repetitions=30] [slots=4] [slot_kib=256] [host=0]
-// host=1: over a file that each thread maps for itself, as processes do.
+// host=1: over a file that each thread maps for itself, as processes do. "allreduce by tree" is the
+// allreduce in a job with one slot per rank.
 #include <pthread.h>
 #include <sched.h>
 
@@ -139,7 +140,7 @@ struct Job {
   }
 
   /// An average, in place if it is an allreduce; the other kinds cut evenly.
-  void Run(OpKind kind, int rank, int64_t count) {
+  void Run(OpKind kind, int rank, int64_t count, std::span<const SlotRange> by_tree = {}) {
     const size_t at = static_cast<size_t>(rank);
     const auto size = static_cast<int64_t>(members.size());
     const bool gathers = kind == OpKind::kAllgather;
@@ -154,6 +155,7 @@ struct Job {
     batch.segments = {&segment, 1};
     batch.count = segment.count;
     batch.op = ReduceOp::kAverage;
+    batch.slots = by_tree;
     batch.splits = batch.sends = batch.receives = parts;
     Finish(*planes[at]->Start(batch).value(), bells[at]);
   }
@@ -183,6 +185,9 @@ int Main(const Setup& setup) {
     measured.push_back(
         {std::string(Name(kind)), [&job, kind, count](int rank) { job.Run(kind, rank, count); }});
   }
+  const std::vector<SlotRange> slots = SlotRanges(setup.ranks, setup.ranks);
+  measured.push_back(
+      {"allreduce by tree", [&](int rank) { job.Run(OpKind::kAllreduce, rank, count, slots); }});
   TimeAll(setup, measured);
   for (const Measured& one : measured) Report(setup, one, measured[0]);
   return 0;

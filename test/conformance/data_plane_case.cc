@@ -12,6 +12,7 @@
 #include "core/half.h"
 #include "ops/cpu/batch.h"
 #include "test/conformance/data_plane_case_helpers.h"
+#include "test/conformance/data_plane_reference.h"
 
 namespace farandole {
 namespace {
@@ -56,6 +57,32 @@ double GradientOf(uint64_t random) {
   const double jitter = 1.0 + static_cast<double>((random >> 16) & 0xffffu) * 0x1p-18;  // to 1.25
   const double magnitude = kDecades[random & 3u] * kSteps[(random >> 2) % 10] * jitter;
   return (random >> 63) != 0 ? -magnitude : magnitude;
+}
+
+/// What a member, or one of its slots, is filled with.
+uint64_t FilledBits(const PlaneCase& c, int number, int64_t index) {
+  const uint64_t random = MixBits(c.seed * 1'000'003 + static_cast<uint64_t>(number) * 0x51ed2701u +
+                                  static_cast<uint64_t>(index) * 0x2545f4914f6cdd1du);
+  if (c.dtype == DType::kBool) return random & 1u;
+  if (c.fill == Fill::kSpecial) return SpecialBits(c.dtype, random);
+  if (c.fill == Fill::kGradient) return FromDouble(c.dtype, GradientOf(MixBits(random)));
+  if (c.fill == Fill::kRandom) {
+    if (!IsFloating(c.dtype)) return MixBits(random);
+    return FromDouble(c.dtype, static_cast<double>(random >> 11) * 0x1p-50 - 4.0);
+  }
+  const int64_t small = static_cast<int64_t>(random % 17) - 8;
+  return FromDouble(c.dtype, static_cast<double>(c.dtype == DType::kUint8 ? small + 8 : small));
+}
+
+/// The sum of slots `begin` to `begin` + `width` - 1, as far as there are such, in the tree: two
+/// values of a dtype, added up as doubles, are rounded to it once.
+double SlotSum(const PlaneCase& c, int begin, int width, int64_t index) {
+  if (width == 1) return FloatFromBits(c.dtype, FilledBits(c, begin, index));
+  const double left = SlotSum(c, begin, width / 2, index);
+  const int middle = begin + width / 2;
+  if (middle >= c.slots.back().end) return left;
+  const double sum = left + SlotSum(c, middle, width / 2, index);
+  return FloatFromBits(c.dtype, FromDouble(c.dtype, sum));
 }
 
 PlaneCase Make(int members, DType dtype, ReduceOp op, std::vector<int64_t> counts) {
@@ -105,6 +132,7 @@ std::vector<std::string> PropertiesOf(const PlaneCase& c) {
           number('i', c.in_place),
           number('x', c.prescale) + number('y', c.postscale) + number('z', c.own_factors),
           number('r', c.root),
+          number('v', c.slots.empty() ? 0 : c.slots.back().end),
           list('a', c.absent, c.absent_drop),
           list('t', c.drops)};
 }
@@ -246,6 +274,7 @@ std::string PlaneCase::ToString() const {
   text << (absent_drop ? " (drop)" : "");
   if (!drops.empty()) text << ", drops";
   for (const int member : drops) text << ' ' << member;
+  if (!slots.empty()) text << ", " << slots.back().end << " slots";
   text << (in_place ? ", in place" : "") << ", factors " << prescale
        << (own_factors ? " (odd positions 1) " : " ") << postscale << ", root " << root << ", fill "
        << static_cast<int>(fill) << ", seed " << seed;
@@ -253,17 +282,10 @@ std::string PlaneCase::ToString() const {
 }
 
 uint64_t InputBits(const PlaneCase& c, int member, int64_t index) {
-  const uint64_t random = MixBits(c.seed * 1'000'003 + static_cast<uint64_t>(member) * 0x51ed2701u +
-                                  static_cast<uint64_t>(index) * 0x2545f4914f6cdd1du);
-  if (c.dtype == DType::kBool) return random & 1u;
-  if (c.fill == Fill::kSpecial) return SpecialBits(c.dtype, random);
-  if (c.fill == Fill::kGradient) return FromDouble(c.dtype, GradientOf(MixBits(random)));
-  if (c.fill == Fill::kRandom) {
-    if (!IsFloating(c.dtype)) return MixBits(random);
-    return FromDouble(c.dtype, static_cast<double>(random >> 11) * 0x1p-50 - 4.0);
-  }
-  const int64_t small = static_cast<int64_t>(random % 17) - 8;
-  return FromDouble(c.dtype, static_cast<double>(c.dtype == DType::kUint8 ? small + 8 : small));
+  if (c.slots.empty()) return FilledBits(c, member, index);
+  const SlotRange mine = c.slots[static_cast<size_t>(member)];
+  const auto width = static_cast<int>(std::bit_ceil(static_cast<unsigned>(mine.count())));
+  return FromDouble(c.dtype, SlotSum(c, mine.begin, width, index));
 }
 
 std::vector<PlaneCase> AllreduceCases(int members) {
@@ -381,6 +403,38 @@ std::vector<PlaneCase> AdasumCases(int members) {
   return Drawn(std::move(cases));
 }
 
+std::vector<PlaneCase> SlotCases(int members) {
+  std::vector<PlaneCase> cases;
+  for (const int slots : {6, 8, 16}) {
+    if (slots < members) continue;
+    for (const DType dtype :
+         {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBfloat16}) {
+      for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kAverage}) {
+        for (const int64_t count : {7, 65'537}) {
+          PlaneCase c = Make(members, dtype, op, {count, 3});
+          c.fill = Fill::kRandom;
+          c.slots = SlotRanges(slots, members);
+          cases.push_back(c);
+          AddFactorCases(members, dtype, op, cases);
+          cases.back().slots = c.slots;
+          c.wire = WireFormat::kFloat16;
+          if (members > 1) AddAbsentCases(c, cases);
+          c.wire = WireFormat::kSame;
+          if (members > 1) AddAbsentCases(c, cases);
+          c.kind = OpKind::kReducescatter;
+          c.in_place = false;
+          c.counts = {count};
+          c.splits.assign(static_cast<size_t>(members), count / members);
+          c.splits.back() += count % members;
+          cases.push_back(c);
+        }
+      }
+    }
+  }
+  std::erase_if(cases, [](const PlaneCase& c) { return c.slots.empty(); });
+  return Drawn(std::move(cases));
+}
+
 std::vector<PlaneCase> OnHosts(std::vector<PlaneCase> cases, const std::vector<int>& hosts) {
   for (PlaneCase& c : cases) c.hosts = hosts;
   return cases;
@@ -401,7 +455,7 @@ std::vector<PlaneCase> InAnyOrder(std::vector<PlaneCase> cases) {
 std::vector<PlaneCase> AllPlaneCases(int members) {
   std::vector<PlaneCase> all = AllreduceCases(members);
   for (auto make : {NumericCases, ShapeCases, BroadcastCases, ReducescatterCases, AllgatherCases,
-                    AlltoallCases}) {
+                    AlltoallCases, SlotCases}) {
     for (PlaneCase& c : make(members)) all.push_back(std::move(c));
   }
   return all;

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "core/slots.h"
 #include "core/types.h"
 
 namespace farandole {
@@ -46,6 +47,9 @@ struct PlaneCase {
   /// By member: the number of its host, where floats are reduced within hosts and then between them
   /// (HierarchicalPlane). Empty: in rank order.
   std::vector<int> hosts = {};
+  /// By member: the slots whose sum it contributes, each filled as a member's tensor is otherwise;
+  /// floats are added up in the order of the tree over them. Empty: no slots.
+  std::vector<SlotRange> slots = {};
 
   int64_t Count() const;
   bool IsAbsent(int member) const;
@@ -82,7 +86,9 @@ std::vector<PlaneCase> AlltoallCases(int members);
 /// Every floating dtype at many sizes, fused segments, absent ranks, dropped results, factors and
 /// 16-bit wires. Compared within roundings: `any_order`.
 std::vector<PlaneCase> AdasumCases(int members);
-/// All of the above but the last, which are no single batch of a plane.
+/// Floats of every type, with more slots than members and with fewer than a power of two.
+std::vector<PlaneCase> SlotCases(int members);
+/// All of the above but those of adasums, which are no single batch of a plane.
 std::vector<PlaneCase> AllPlaneCases(int members);
 /// With PlaneCase::hosts by member.
 std::vector<PlaneCase> OnHosts(std::vector<PlaneCase> cases, const std::vector<int>& hosts);

@@ -13,7 +13,7 @@ class InterleavedDataPlaneTest : public ::testing::TestWithParam<PlaneParam> {};
 
 TEST_P(InterleavedDataPlaneTest, GivesTheSameWhateverTheOrderOfSteps) {
   for (const auto make : {ShapeCases, BroadcastCases, ReducescatterCases, AllgatherCases,
-                          AlltoallCases, AdasumCases}) {
+                          AlltoallCases, AdasumCases, SlotCases}) {
     PlaneGroup group = GetParam().backend.make(GetParam().ranks);
     const std::vector<PlaneCase> cases = OnHosts(make(GetParam().ranks), group.hosts);
     EXPECT_EQ(RunInterleaved(group, cases, kSeed), "") << "seed " << kSeed;

@@ -79,6 +79,7 @@ RankRun::RankRun(const PlaneCase& c, const SetView& set, int64_t number,
   batch_.postscale = c.postscale;
   batch_.root_index = c.root;
   batch_.absent = case_.absent;
+  batch_.slots = case_.slots;
   batch_.segments = segments_;
   batch_.count = c.Count();
   batch_.splits = case_.splits;

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <limits>
 #include <numeric>
+#include <optional>
 #include <utility>
 
 #include "core/half.h"
@@ -131,6 +132,25 @@ double ReduceHosts(const PlaneCase& c, DType wire, const Few<double>& sent) {
   return ReduceFloats(c, wire, results, hosts.size(), c.postscale);
 }
 
+/// Of what the members in the node of slots `begin` to `begin` + `width` - 1 sent; nullopt:
+/// nothing.
+std::optional<double> SumOfNode(const PlaneCase& c, const Arithmetic& summing,
+                                const Few<double>& sent, int begin, int width) {
+  const int end = std::min(begin + width, c.slots.back().end);
+  const auto whole = std::ranges::find(c.slots, SlotRange{begin, end});
+  if (whole != c.slots.end()) {
+    const auto member = whole - c.slots.begin();
+    if (c.IsAbsent(static_cast<int>(member))) return {};
+    return sent[static_cast<size_t>(member)];
+  }
+  const int middle = begin + width / 2;
+  const std::optional<double> left = SumOfNode(c, summing, sent, begin, width / 2);
+  if (middle >= end) return left;
+  const std::optional<double> right = SumOfNode(c, summing, sent, middle, width / 2);
+  if (left && right) return summing.Combine(c.op, *left, *right);
+  return left ? left : right;
+}
+
 uint64_t ReferenceFloat(const PlaneCase& c, int64_t index) {
   const Arithmetic scaling{c.dtype == DType::kFloat64};
   if (c.members == 1) {
@@ -149,7 +169,13 @@ uint64_t ReferenceFloat(const PlaneCase& c, int64_t index) {
     const bool enough = c.op == ReduceOp::kAdasum && present.size() == 1;
     if (!c.IsAbsent(member) && !enough) present.Add(value);
   }
-  const bool by_host = c.kind == OpKind::kAllreduce && !c.hosts.empty();
+  if (!c.slots.empty()) {
+    const auto width = std::bit_ceil(static_cast<unsigned>(c.slots.back().end));
+    const Arithmetic summing{wire == DType::kFloat64};
+    present = {};
+    present.Add(*SumOfNode(c, summing, sent, 0, static_cast<int>(width)));
+  }
+  const bool by_host = c.slots.empty() && c.kind == OpKind::kAllreduce && !c.hosts.empty();
   const double result = by_host ? ReduceHosts(c, wire, sent)
                                 : ReduceFloats(c, wire, present, sent.size(), c.postscale);
   return FloatToBits(c.dtype, result);

@@ -31,6 +31,25 @@ TEST_P(DataPlaneTest, HandlesFusedSegmentsAbsentRanksAndLargeTensors) {
   EXPECT_EQ(Threaded(ShapeCases(ranks())), "");
 }
 
+TEST_P(DataPlaneTest, AddsUpInTheOrderOfSlots) {
+  if (GetParam().backend.name.starts_with("Cuda")) return;  // refused before they come to a plane
+  EXPECT_EQ(Threaded(SlotCases(ranks())), "");
+}
+
+TEST(SlotCases, HaveOneSumForAnyNumberOfMembers) {
+  for (const int slots : {6, 8, 16}) {
+    PlaneCase c{.counts = {100}, .fill = Fill::kRandom, .slots = {{0, slots}}};
+    const std::vector<std::byte> alone = ReferenceResult(c);
+    for (c.members = 2; c.members <= slots; ++c.members) {
+      c.slots = SlotRanges(slots, c.members);
+      EXPECT_EQ(ReferenceResult(c), alone) << c.members << " members of " << slots << " slots";
+    }
+    c.slots = {};
+    c.members = slots;
+    EXPECT_NE(ReferenceResult(c), alone) << "rank order";
+  }
+}
+
 TEST_P(DataPlaneTest, BroadcastsUnroundedFromEveryRoot) {
   EXPECT_EQ(Threaded(BroadcastCases(ranks())), "");
 }

@@ -138,7 +138,7 @@ std::string SmallGathersGiveTheReference(Bench& bench) {
 // Those that a hierarchical plane composes; others are the flat plane's.
 std::string ComposedCollectivesGiveTheReference(Bench& bench) {
   std::string wrong;
-  for (const auto cases : {AllreduceCases, NumericCases, ShapeCases, BroadcastCases}) {
+  for (const auto cases : {AllreduceCases, NumericCases, ShapeCases, BroadcastCases, SlotCases}) {
     if (wrong.empty()) wrong = GivesTheReference(bench, OnHosts(cases(bench.size()), bench.hosts));
   }
   return wrong;

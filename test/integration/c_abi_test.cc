@@ -161,6 +161,7 @@ TEST_F(CAbi, RefusesNullByTheNameOfThePointer) {
   all.Try("shutdown_for", farandole_shutdown_for, "context -", context, 0);
   all.Try("leave_at_exit", farandole_leave_at_exit, "context - - -", context, 0, nullptr, 0);
   all.Try("get_topology", farandole_get_topology, "context out", context, &topology);
+  all.Try("slot_range", farandole_slot_range, "context begin end", context, &rank, &rank);
   all.Try("check", farandole_check, "context", context);
   all.Try(
       "when_finished", farandole_when_finished, "work call -", work, [](void*, int) {}, nullptr);
@@ -490,6 +491,28 @@ TEST(InitOptions, SaysWhatIsWrongWithThem) {
   EXPECT_EQ(farandole_init(&options, &context), FARANDOLE_INVALID_ARGUMENT);
   EXPECT_THAT(farandole_last_error(), HasSubstr("timeout_s"));
   EXPECT_EQ(context, nullptr);
+}
+
+TEST_F(CAbi, RefusesFloatsOnAGpuInAJobWithSlots) {
+  int begin = -1, end = -1;
+  EXPECT_EQ(farandole_slot_range(context, &begin, &end), FARANDOLE_INVALID_ARGUMENT);
+  EXPECT_THAT(farandole_last_error(), HasSubstr("no slots"));
+  farandole_init_options options = FARANDOLE_INIT_OPTIONS;
+  options.slots = 6;
+  farandole_context* job = nullptr;
+  ASSERT_EQ(farandole_init(&options, &job), FARANDOLE_OK) << farandole_last_error();
+  EXPECT_EQ(farandole_slot_range(job, &begin, &end), FARANDOLE_OK);
+  EXPECT_EQ(std::pair(begin, end), std::pair(0, 6));
+  params.device = FARANDOLE_CUDA;
+  EXPECT_EQ(farandole_prepare(job, &params, "t", &tensor, 1, &an_operation, nullptr),
+            FARANDOLE_UNIMPLEMENTED);
+  EXPECT_THAT(farandole_last_error(), HasSubstr("in a job with 6 slots: floats on a GPU"));
+  params.op = FARANDOLE_MAX;
+  EXPECT_EQ(farandole_prepare(job, &params, "t", &tensor, 1, &an_operation, nullptr), FARANDOLE_OK)
+      << farandole_last_error();
+  farandole_operation_release(an_operation);
+  EXPECT_EQ(farandole_shutdown(job), FARANDOLE_OK);
+  farandole_release(job);
 }
 
 // Each allocation of this thread, by turns, from the first call to the last.

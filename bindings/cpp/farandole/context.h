@@ -16,6 +16,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace farandole {
@@ -66,6 +67,7 @@ class Context : public RowCollectives<Context> {
     c_options.store = options.store;
     c_options.timeout_s = options.timeout_s;
     c_options.in_order = options.in_order ? 1 : 0;
+    c_options.slots = options.slots;
     if (const int code = farandole_init(&c_options, &context); code != FARANDOLE_OK)
       return detail::last_error(code);
     return Context(context);
@@ -88,6 +90,13 @@ class Context : public RowCollectives<Context> {
   int local_size() const { return topology_.local_size; }  ///< Ranks on this host.
   int cross_rank() const { return topology_.cross_rank; }  ///< Among those with this local_rank().
   int cross_size() const { return topology_.cross_size; }  ///< Hosts that have this local_rank().
+  /// The slots of this rank, first to last - 1: see farandole_slot_range. @throws Error
+  /// invalid_argument if the job has none.
+  std::pair<int, int> slot_range() const {
+    std::pair<int, int> slots;
+    detail::check(farandole_slot_range(handle(), &slots.first, &slots.second)).value();
+    return slots;
+  }
 
   /// `count` zeroes in memory where an allreduce needs no copies, if all ranks have their data in
   /// such memory: see farandole_buffer_allocate. @throws Error resource_exhausted.

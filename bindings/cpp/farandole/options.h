@@ -56,6 +56,9 @@ struct InitOptions {
   /// All ranks start their operations in the same order, except those with a function. Ranks that
   /// do not get an error after a second, not only when all their threads wait.
   bool in_order = false;
+  /// Parts of each step's work, at least as many as ranks: see farandole_init_options. 0: as
+  /// FARANDOLE_SLOTS says, or, apart, none.
+  int slots = 0;
 };
 
 /// What all ranks must agree on besides the data. Op, factors and compression apply to allreduce

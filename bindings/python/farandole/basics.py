@@ -41,7 +41,7 @@ __all__ = [
     "cuda_built", "ddl_built", "global_process_set", "gloo_built", "gloo_enabled", "init",
     "is_homogeneous", "is_initialized", "local_rank", "local_size", "mpi_built", "mpi_enabled",
     "mpi_threads_supported", "nccl_built", "rank", "remove_process_set", "rocm_built", "shutdown",
-    "size", "start_timeline", "stop_timeline",
+    "size", "slot_range", "start_timeline", "stop_timeline",
 ]  # fmt: skip
 
 _NOT_INITIALIZED = "Farandole has not been initialized; use farandole.init()."
@@ -143,6 +143,7 @@ def init(
     local_rank: int | None = None,
     address: str | None = None,
     store: _store.Store | None = None,
+    slots: int | None = None,
 ) -> None:
     """Joins the job of this process, as the launcher or the arguments say; without either, a job of one rank.
 
@@ -168,6 +169,10 @@ def init(
             if it is initialized, is found without this. Rank 0 sets a key again for its next job. A prefix that
             is new for each job keeps processes that start later from what an earlier job has left. Threads of their
             own call it, one call after the other.
+        slots: Parts of each step's work, at least as many as ranks: sums and averages of floats over all ranks then
+            have the same bits for any number of ranks, if each contributes the sum of its slots, see
+            :func:`slot_range`. The same on all ranks. None or 0: as FARANDOLE_SLOTS says, by default none, and
+            contributions are added up in the order of ranks.
 
     Raises:
         ValueError: A setting or an argument is invalid; the message names it and its range. Arguments and
@@ -188,7 +193,7 @@ def init(
             return
         shutdown()  # the rest of one that was interrupted
         with _horovod.settings():
-            _Process.default = Context(_join(rank, size, local_rank, address, store))
+            _Process.default = Context(_join(rank, size, local_rank, address, store, slots or 0))
         _horovod.report(*_Process.default.topology[:2])
         _mark_copies_of_the_environment()
         try:
@@ -203,13 +208,16 @@ def init(
             raise
 
 
-def _join(rank: int | None, size: int | None, local_rank: int | None, address: str | None, store: Any) -> _core.Context:
+def _join(
+    rank: int | None, size: int | None, local_rank: int | None, address: str | None, store: Any, slots: int
+) -> _core.Context:
     if store is None and address is None and size != 1:
         found = _store.find()
         store = found.store
         rank = found.rank if rank is None else rank
         size = found.size if size is None else size
-    return _core.Context.init(rank, size, local_rank, address, None if store is None else _store.calls(store))
+    calls = None if store is None else _store.calls(store)
+    return _core.Context.init(rank, size, local_rank, address, calls, slots=slots)
 
 
 def _check_comm(comm: Any) -> None:
@@ -385,6 +393,18 @@ def local_rank() -> int:
 def local_size() -> int:
     """The number of ranks on this host."""
     return topology().local_size
+
+
+def slot_range() -> tuple[int, int]:
+    """The first slot of this rank, and the one after its last, in a job with slots: see :func:`init`.
+
+    They are those of one node of the binary tree over all slots, cut at the last one. A rank adds up pairs of its slots
+    with the same parent, then pairs of these sums, and so on; sums over all ranks go on in the same tree.
+
+    Raises:
+        ValueError: The job has no slots.
+    """
+    return current().core.slot_range()
 
 
 def cross_rank() -> int:

@@ -102,6 +102,47 @@ def test_arguments_join_a_job_twice(host):
     assert all(output.count("of 2: 3") == 2 for output in outputs)
 
 
+def test_sums_over_slots_have_the_same_bits_for_any_number_of_ranks():
+    script = """
+        import hashlib, torch, farandole.torch
+        fl.init(rank=R, size=N, address="127.0.0.1:{}", slots=8)
+        nodes = []
+        for slot in range(*fl.slot_range()):
+            nodes.append((1, np.random.default_rng(slot).standard_normal(70_000, np.float32)))
+            while len(nodes) > 1 and nodes[-2][0] == nodes[-1][0]:
+                (width, right), (_, left) = nodes.pop(), nodes.pop()
+                nodes.append((2 * width, left + right))
+        ((_, mine),) = nodes
+        sums = [fl.allreduce(mine[:count], op=fl.Sum) for count in (5, 70_000)]
+        print("sums", hashlib.sha256(b"".join(one.tobytes() for one in sums)).hexdigest())
+        try:
+            fl.torch.allreduce(torch.from_numpy(mine), op=fl.Sum, compression=fl.torch.Compression.int8)
+        except ValueError as error:
+            print(error)
+    """
+    outputs = [text for size in (1, 2, 3, 4) for text in run(size, script.format(free_port()))]
+    assert len({re.search("sums .*", text)[0] for text in outputs}) == 1
+    assert all("in a job with 8 slots: an 8-bit wire" in text for text in outputs)
+
+
+@pytest.mark.parametrize(
+    ("slots", "wanted"),
+    [
+        ("8 + R", 'MismatchError .*FARANDOLE_SLOTS.*: rank 0 has "8", rank 1 has "9"'),
+        ("1", "ValueError .*1 slots and 2 ranks"),
+        ("-1", "ValueError .*slots is -1; expected 0 to 65536"),
+    ],
+)
+def test_slots_that_do_not_fit_are_refused_on_all_ranks(slots, wanted):
+    script = f"""
+        try:
+            fl.init(rank=R, size=N, address="127.0.0.1:{free_port()}", slots={slots})
+        except Exception as error:
+            print(type(error).__name__, error)
+    """
+    assert all(re.search(wanted, output) for output in run(2, script))
+
+
 def test_a_folder_joins_a_job(tmp_path):
     outputs = run(4, f"fl.init(rank=R, size=N, address='file://{tmp_path}/job'); check()")
     expect_sums(4, outputs)

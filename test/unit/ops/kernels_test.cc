@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <optional>
 #include <random>
 #include <vector>
 
@@ -171,6 +172,105 @@ TEST_P(KernelsAgree, OnEveryReduction) {
       }
     }
   }
+}
+
+/// What the sources with numbers `present` say in one place, added up by the tree over their nodes.
+template <class T>
+std::optional<T> SumOfNode(std::span<const SlotRange> nodes, std::span<const int> present,
+                           const std::vector<T>& values, int begin, int width) {
+  std::vector<size_t> inside;
+  for (size_t k = 0; k < present.size(); ++k) {
+    const int slot = nodes[static_cast<size_t>(present[k])].begin;
+    if (begin <= slot && slot < begin + width) inside.push_back(k);
+  }
+  if (inside.empty()) return {};
+  if (inside.size() == 1) return values[inside[0]];
+  const std::optional<T> left = SumOfNode(nodes, present, values, begin, width / 2);
+  const std::optional<T> right = SumOfNode(nodes, present, values, begin + width / 2, width / 2);
+  if (left && right) return *left + *right;
+  return left ? left : right;
+}
+
+template <class T>
+std::vector<T> SumsOfTree(std::span<const SlotRange> nodes, std::span<const int> present,
+                          const std::vector<Bytes>& sources, int64_t count) {
+  std::vector<T> sums;
+  for (int64_t i = 0; i < count; ++i) {
+    std::vector<T> values(sources.size());
+    for (size_t k = 0; k < sources.size(); ++k) {
+      std::memcpy(&values[k], sources[k].data() + static_cast<size_t>(i) * sizeof(T), sizeof(T));
+    }
+    sums.push_back(*SumOfNode(nodes, present, values, 0, kMostSlots));
+  }
+  return sums;
+}
+
+TEST_P(KernelsAgree, OnEveryTreeOfSlots) {
+  std::mt19937_64 random(static_cast<uint64_t>(count()));
+  std::vector<uint8_t> merges;
+  for (int tree = 0; tree < 24; ++tree) {
+    const int slots = tree < 20 ? 1 + static_cast<int>(random() % 40) : kMostSlots - tree;
+    const int ranks = 1 + static_cast<int>(random() % static_cast<uint64_t>(std::min(slots, 24)));
+    const std::vector<SlotRange> nodes = SlotRanges(slots, ranks);
+    std::vector<int> present;
+    for (int k = 0; k < ranks; ++k) {
+      if (tree % 2 == 0 || random() % 4 > 0 || k + 1 == ranks) present.push_back(k);
+    }
+    FindMerges(nodes, present, merges);
+    for (const DType dtype :
+         {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBfloat16}) {
+      std::vector<Bytes> sources = Sources(dtype, present.size());
+      const auto size = static_cast<size_t>(SizeOf(dtype));
+      for (Bytes& source : sources) {  // around 1: sums depend on their order
+        for (size_t i = size - 1; i < source.size(); i += size) source[i] = std::byte{0x3f};
+      }
+      const std::vector<const void*> pointers = PointersTo(sources);
+      for (const double postscale : {1.0, -0.7}) {
+        const ReduceSpec spec{dtype, ReduceOp::kAverage, postscale == 1.0 ? 1 : ranks, postscale,
+                              merges};
+        ASSERT_TRUE(AllAgree(dtype,
+                             [&](const CpuKernels& kernels, Bytes& result) {
+                               kernels.Reduce(result.data(), pointers, count(), spec);
+                             }))
+            << Name(dtype) << ": " << ranks << " ranks of " << slots << " slots";
+      }
+      Bytes result = sources[0];
+      BestCpuKernels().Reduce(result.data(), pointers, count(),
+                              {dtype, ReduceOp::kSum, 1, 1.0, merges});
+      const auto is_right = [&]<class T>(const std::vector<T>& sums) {
+        return std::memcmp(sums.data(), result.data(), result.size()) == 0;
+      };
+      EXPECT_TRUE(dtype == DType::kFloat32
+                      ? is_right(SumsOfTree<float>(nodes, present, sources, count()))
+                  : dtype == DType::kFloat64
+                      ? is_right(SumsOfTree<double>(nodes, present, sources, count()))
+                      : true)
+          << Name(dtype) << ": " << ranks << " ranks of " << slots << " slots";
+    }
+  }
+}
+
+TEST(SlotRanges, AreNodesThatSplitTheLargest) {
+  const auto of = [](std::vector<int> begins) {
+    std::vector<SlotRange> ranges;
+    for (size_t k = 0; k + 1 < begins.size(); ++k) ranges.push_back({begins[k], begins[k + 1]});
+    return ranges;
+  };
+  EXPECT_EQ(SlotRanges(8, 1), of({0, 8}));
+  EXPECT_EQ(SlotRanges(8, 3), of({0, 2, 4, 8}));
+  EXPECT_EQ(SlotRanges(6, 2), of({0, 4, 6}));
+  EXPECT_EQ(SlotRanges(6, 4), of({0, 1, 2, 4, 6}));
+  EXPECT_EQ(SlotRanges(7, 7), of({0, 1, 2, 3, 4, 5, 6, 7}));
+  for (int slots = 1; slots <= 40; ++slots) {
+    for (int ranks = 1; ranks <= slots; ++ranks) {
+      for (const SlotRange range : SlotRanges(slots, ranks)) {
+        EXPECT_TRUE(IsSlotNode(range, slots)) << range.begin << " to " << range.end;
+      }
+    }
+  }
+  EXPECT_FALSE(IsSlotNode({2, 6}, 8));
+  EXPECT_FALSE(IsSlotNode({0, 6}, 8));
+  EXPECT_FALSE(IsSlotNode({0, 3}, 8));
 }
 
 TEST_P(KernelsAgree, OnScalarProductsAndCombinations) {

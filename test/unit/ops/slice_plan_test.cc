@@ -49,6 +49,27 @@ std::string OrderOf(const SlicePlan& plan) {
   return order;
 }
 
+TEST(PathOf, ComposesTheTreeOverSlotsWhereEachHostHoldsANode) {
+  const std::vector<int> ranks = {0, 1, 2, 3};
+  const auto path = [&](int slots, const std::vector<int>& memory, DType wire, int64_t count) {
+    const std::vector<SlotRange> nodes = SlotRanges(slots, 4);
+    Batch batch;
+    batch.ranks = ranks;
+    batch.slots = nodes;
+    batch.wire = wire;
+    batch.count = count;
+    return PathOf(batch, Topology(ranks, 0, memory));
+  };
+  constexpr int64_t kMany = 100'000;
+  EXPECT_EQ(path(8, {0, 0, 1, 1}, DType::kFloat32, kMany), Path::kComposed);
+  EXPECT_EQ(path(8, {0, 0, -1, -1}, DType::kFloat32, kMany), Path::kComposed);
+  EXPECT_EQ(path(8, {0, 0, 0, 1}, DType::kFloat32, kMany), Path::kFlat) << "6 slots are no node";
+  EXPECT_EQ(path(6, {0, 0, 0, 1}, DType::kFloat32, kMany), Path::kComposed) << "1, 1, 2 and 2";
+  EXPECT_EQ(path(8, {0, 1, 0, 1}, DType::kFloat32, kMany), Path::kFlat) << "not neighbours";
+  EXPECT_EQ(path(8, {0, 0, 1, 1}, DType::kFloat16, kMany), Path::kFlat) << "sums would be rounded";
+  EXPECT_EQ(path(8, {0, 0, 1, 1}, DType::kFloat32, 10), Path::kFlat) << "tiny";
+}
+
 TEST(SlicePlan, ScattersAheadAndThenTakesTurns) {
   EXPECT_EQ(OrderOf(SlicePlan(5 * 256, 128, Uneven())), "sssgsgsggg");
   EXPECT_EQ(OrderOf(SlicePlan(256, 128, Uneven())), "sg");
