@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 FILE_NAME = "chain.jsonl"
+_TAIL_BYTES = 1 << 16  # of the file, in which a new writer looks for the last step
 _KEPT = 256  # lines that a rank keeps for the time when it is to write them
 _SAME, _DIFFERENT, _USAGE = 0, 1, 2
 
@@ -46,15 +47,16 @@ class Chain:
         if not writes or self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        last = max((line["step"] for line in read(self._path) if "step" in line), default=-1)
         self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         size = os.fstat(self._file).st_size
-        if size and os.pread(self._file, 1, size - 1) != b"\n":  # of a writer that was killed
+        tail = os.pread(self._file, _TAIL_BYTES, max(0, size - _TAIL_BYTES))
+        if tail and not tail.endswith(b"\n"):  # of a writer that was killed
             os.write(self._file, b"\n")
-        if not size:
+        if not tail:
             self.write(self._header)
+        last = [line["step"] for line in _lines(tail.decode(errors="replace")) if "step" in line]
         for number, make in self._latest:
-            if last < number < step:
+            if (not last or last[-1] < number) and number < step:
                 self.write(make())
         self.write({"generation": facts, "next_step": step})
 
@@ -78,9 +80,11 @@ class Chain:
 
 def read(path: pathlib.Path) -> Iterator[Line]:
     """The lines of a chain; nothing where there is no file. Lines that a killed writer left incomplete are skipped."""
-    if not path.exists():
-        return
-    for text in path.read_text().splitlines():
+    return _lines(path.read_text() if path.exists() else "")
+
+
+def _lines(content: str) -> Iterator[Line]:
+    for text in content.splitlines():
         try:
             line = json.loads(text)
         except ValueError:

@@ -175,7 +175,7 @@ class Job:
             stack.enter_context(self._gradients.hooked())
             stack.enter_context(self._handled_signals())
             stack.callback(self._close)
-            self._recovering(lambda: None)
+            self._recovering(lambda: None)  # joins
             given = len(self.history)
             while len(self.history) < count and not self._is_over:
                 with repeatable(self._threads):
@@ -184,7 +184,7 @@ class Job:
                     yield Epoch(given, dict(self.history[given]))
                     given += 1
             if not self.has_left:
-                self._recovering(lambda: ops.barrier())  # so that a rank that is behind still finds one that is ahead
+                self._recovering(ops.barrier)  # so that a rank that is behind still finds one that is ahead
 
     def stop(self) -> None:
         """Makes all ranks stop after the same step, as SIGTERM does. From any thread."""
@@ -306,7 +306,7 @@ class Job:
             self._values.abandon()
             return self._step()
         self._update(present, integers, sums)
-        self._final = notes.durable if self._checkpoints else self.steps - 2
+        self._final = max(self._final, notes.durable if self._checkpoints else self.steps - 2)
         self.stop_requested = bool(notes.stops)
         if notes.leaves and self._wants_leave:
             self.has_left = True

@@ -63,8 +63,9 @@ def decode(
     count = _LENGTH + parameters + 2 * integers
     numbers = [int(number) for number in total[:count].tolist()]
     durable = numbers[_NUMBERS - 1] - 1
-    is_same = [_is_same(*numbers[at : at + 2], size) for at in range(_NUMBERS, _LENGTH, 2)]
-    notes = Notes(*numbers[: _NUMBERS - 1], durable, is_same[0], all(is_same[1:]))
+    is_same = [_is_same(numbers[at], numbers[at + 1], size) for at in range(_NUMBERS, _LENGTH, 2)]
+    late, stops, leaves, changes = numbers[: _NUMBERS - 1]
+    notes = Notes(late, stops, leaves, changes, durable, is_same[0], all(is_same[1:]))
     halves = numbers[_LENGTH + parameters :]
     whole = [(high << _HALF) + low for high, low in zip(halves[::2], halves[1::2], strict=True)]
     return notes, numbers[_LENGTH : _LENGTH + parameters], whole, total[count:]

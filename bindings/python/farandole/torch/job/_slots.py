@@ -52,7 +52,7 @@ class SlotGradients:
         self._stack: list[tuple[int, _Node]] = []  # how many slots, their sum; ever smaller ones
         self._merging: list[_Node] = []  # to which the present slot is added, one after the other
         self._own = self._result = _Node(self._layout)  # the present slot's; where its sum goes
-        self._fired: list[int] = []  # by parameter, how often it was accumulated in this slot
+        self._accumulations: list[int] = []  # by parameter, how often it was accumulated in this slot
         self._expected: list[int] = []
         self._missing: list[int] = []  # by bucket, gradients that are not there yet
         self._handles: list[ops.Handle] = []
@@ -98,21 +98,21 @@ class SlotGradients:
             self._merging.append(node)
             count += slots
         self._result = self._merging[-1] if self._merging else self._own
-        self._fired = [0] * len(self._parameters)
+        self._accumulations = [0] * len(self._parameters)
         self._is_last = is_last
 
     def end_slot(self) -> None:
         """After a slot. What it has no gradient of is zero."""
         with torch.no_grad():
-            if self._fired != self._expected:
-                for index, fired in enumerate(self._fired):
-                    if not self._expected or fired < self._expected[index]:
+            if self._accumulations != self._expected:
+                for index, count in enumerate(self._accumulations):
+                    if not self._expected or count < self._expected[index]:
                         own = self._own.views[index]
                         # Zeros are added too: -0.0 becomes +0.0, as it does where another rank sends the zeros.
-                        self._finish(index, own if fired else own.zero_())
-        self.present = [fired > 0 or before for fired, before in zip(self._fired, self.present, strict=True)]
+                        self._finish(index, own if count else own.zero_())
+        self.present = [count > 0 or before for count, before in zip(self._accumulations, self.present, strict=True)]
         if not self._expected and not self._is_patient:
-            self._expected = [max(fired, 1) for fired in self._fired]
+            self._expected = [max(count, 1) for count in self._accumulations]
         count = 1 + sum(slots for slots, _ in self._stack[len(self._stack) - len(self._merging) :])
         self._free += self._merging[:-1]
         del self._stack[len(self._stack) - len(self._merging) :]
@@ -153,19 +153,19 @@ class SlotGradients:
             raise RuntimeError("backward(create_graph=True) in a step of a Job: use torch.autograd.grad()")
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
-        self._fired[index] = fired = self._fired[index] + 1
+        self._accumulations[index] = count = self._accumulations[index] + 1
         expected = self._expected[index] if self._expected else 0
-        if fired == expected == 1:
+        if count == expected == 1:
             self._finish(index, gradient)
             return
         own = self._own.views[index]
-        if fired == 1:
+        if count == 1:
             own.copy_(gradient)
         else:
             own.add_(gradient)
-        if fired == expected:
+        if count == expected:
             self._finish(index, own)
-        elif expected and fired > expected:
+        elif expected and count > expected:
             self.is_late = True
 
     def _finish(self, index: int, value: torch.Tensor) -> None:
