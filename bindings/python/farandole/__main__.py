@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 import farandole
-from farandole import doctor, flight
+from farandole import chain, doctor, flight
 from farandole.runner import cli
 
 _USAGE = """usage: farandole COMMAND ...
@@ -15,6 +15,7 @@ _USAGE = """usage: farandole COMMAND ...
   explain DIR       who failed and who waits for whom, from the files of a job's flight recorders
   ps                the running ranks of this host, and what they do
   run ...           farandolerun: run a program on several ranks
+  verify A B        the first step in which two runs of a farandole.torch.Job differ
   --version         the version"""
 
 
@@ -29,12 +30,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return flight.main_ps(words)
     if command == "run":
         return cli.main(words)
+    if command == "verify":
+        return chain.main_verify(words)
     if command == "--version":
         print(f"farandole {farandole.__version__}")
     elif command in ("", "-h", "--help"):
         print(_USAGE)
     else:
-        print(f'farandole: "{command}" is not a command; it is doctor, explain, ps or run', file=sys.stderr)
+        print(f'farandole: "{command}" is not a command; it is doctor, explain, ps, run or verify', file=sys.stderr)
     return 0 if command in ("--version", "-h", "--help") else cli.USAGE_ERROR
 
 

@@ -18,7 +18,7 @@ def run_on_two_ranks(script, folder, monkeypatch):
     return done.stdout
 
 
-@pytest.mark.parametrize("page", ["docs/guide.md", "docs/training.md"])
+@pytest.mark.parametrize("page", ["docs/guide.md", "docs/training.md", "docs/uninterrupted.md"])
 def test_the_code_of_the_page_runs(page, tmp_path, monkeypatch):
     blocks = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / page).read_text(), re.M | re.S)
     run_on_two_ranks("".join(blocks), tmp_path, monkeypatch)

@@ -186,6 +186,6 @@ def test_the_command_farandole_knows_its_words(capsys):
     assert command.main(["--version"]) == 0
     assert capsys.readouterr().out == f"farandole {farandole.__version__}\n"
     assert command.main(["docter"]) == 2
-    assert capsys.readouterr().err == 'farandole: "docter" is not a command; it is doctor, explain, ps or run\n'
+    assert capsys.readouterr().err == 'farandole: "docter" is not a command; it is doctor, explain, ps, run or verify\n'
     assert command.main(["run", "-np", "0", "true"]) == 2
     assert command.main([]) == 2

@@ -23,14 +23,15 @@ from farandole.torch.functions import (
     check_replicas,
     sparse_allreduce_async,
 )
+from farandole.torch.job import Epoch, Job
 from farandole.torch.metrics import allreduce_tree, evaluate, metric_average
 from farandole.torch.ops import *
 from farandole.torch.optimizer import Distributed, DistributedOptimizer, WrappedOptimizer, unwrap
 from farandole.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
-    "Adasum", "Average", "Compression", "Distributed", "DistributedOptimizer", "Handle", "Max", "Min", "PowerSGD",
-    "Product", "Sum", "SyncBatchNorm", "WrappedOptimizer", "allgather_object", "allreduce_tree", "barrier",
+    "Adasum", "Average", "Compression", "Distributed", "DistributedOptimizer", "Epoch", "Handle", "Job", "Max", "Min",
+    "PowerSGD", "Product", "Sum", "SyncBatchNorm", "WrappedOptimizer", "allgather_object", "allreduce_tree", "barrier",
     "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters", "check_replicas", "ddp_hook", "elastic",
     "evaluate", "in_process", "interrupted", "join", "metric_average", "poll", "sparse_allreduce_async", "synchronize",
     "unwrap", "watch",

@@ -178,7 +178,8 @@ def map_tree(tree: Any, change: Callable[[str, Any], Any], path: str = "") -> An
         return None
     if isinstance(tree, dict):
         changed = copy.copy(tree)  # an OrderedDict, a defaultdict stay what they are
-        changed.update({k: map_tree(v, change, f"{path}[{k!r}]") for k, v in tree.items()})
+        for key, value in tree.items():  # not update(), by which a Counter adds
+            changed[key] = map_tree(value, change, f"{path}[{key!r}]")
         return changed
     if isinstance(tree, (list, tuple)):
         items = [map_tree(item, change, f"{path}[{i}]") for i, item in enumerate(tree)]

@@ -1,0 +1,195 @@
+"""farandole.torch.Job: the same bits for any number of ranks, after any loss and from any checkpoint."""
+
+import functools
+import json
+import pathlib
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import farandole.torch as fl
+import job_training
+from farandole import chain
+from farandole.torch.job import _message, _slots
+from ranks import communicate, run_threads, start_forked
+
+SCRIPT = pathlib.Path(job_training.__file__)
+
+
+def train(size, name, folder, *words, codes=None):
+    """What each rank of a job said in its last line."""
+    ranks = start_forked(size, [SCRIPT, name, folder, *words])
+    return [output.strip().splitlines()[-1] for output in communicate(ranks, codes)]
+
+
+@functools.cache
+def undisturbed(name):
+    """What one rank says that nothing happens to."""
+    (line,) = train(1, name, "")
+    return line
+
+
+def verify(capsys, *folders):
+    code = chain.main_verify([str(folder) for folder in folders])
+    return code, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("name", job_training.MODELS)
+def test_weights_have_the_same_bits_on_any_number_of_ranks(name, size):
+    assert train(size, name, "") == [undisturbed(name)] * size
+
+
+def test_it_goes_on_from_the_newest_undamaged_checkpoint_on_another_number_of_ranks(tmp_path, capsys):
+    once, again = tmp_path / "once", tmp_path / "again"
+    train(1, "conv", once)
+    train(2, "conv", again, "epochs=1")  # 6 steps
+    files = sorted(again.glob("*.pt"))
+    assert [file.name[:17] for file in files] == ["step-000000000004", "step-000000000006"]
+    content = bytearray(files[1].read_bytes())
+    content[len(content) // 2] ^= 4
+    files[1].write_bytes(content)
+    (again / ".step-000000000005-0.pt.1.writing").write_bytes(b"half")
+    assert train(1, "conv", again, "workers=2") == [undisturbed("conv")]
+    assert not list(again.glob(".*"))
+    code, said = verify(capsys, once, again)
+    assert (code, said) == (0, "the same: 12 steps, 0 to 11\n")
+    steps = [line.get("step") for line in chain.read(again / chain.FILE_NAME) if "step" in line]
+    assert steps == [*range(6), *range(4, 12)]
+
+
+def test_sigterm_on_a_rank_stops_all_after_the_same_step(tmp_path):
+    said = train(2, "mlp", tmp_path, "term=3", "rank=1")
+    assert all(line.startswith("steps 4 stopped True") for line in said) and len(set(said)) == 1
+    assert train(1, "mlp", tmp_path) == [undisturbed("mlp")]
+
+
+def test_a_flipped_bit_is_named_with_its_step_and_tensor(tmp_path, capsys):
+    said = train(2, "mlp", tmp_path / "a", "flip=2", "rank=1", codes=[1, 1])
+    expected = 'step 2: the gradient of "3.weight" was reduced to different values on different ranks; ranks alike:'
+    expected += " 0 | 1"
+    assert all(expected in line for line in said)
+    train(1, "mlp", tmp_path / "b", "flip=2", "rank=0")
+    train(1, "mlp", tmp_path / "c")
+    assert verify(capsys, tmp_path / "b", tmp_path / "c") == (
+        1, 'the gradients of step 2 differ: first tensor "3.weight"\n'
+    )  # fmt: skip
+    code, text = verify(capsys, tmp_path / "a", tmp_path / "c")
+    assert code == 1 and expected in text
+
+
+def test_chains_of_other_jobs_and_torn_lines(tmp_path, capsys):
+    header = chain.settings_line({"seed": 1}, ["w"])
+    lines = [header, {"step": 0, "gradients": "1", "tensors": "0001"}, {"step": 1, "gradients": "2", "tensors": "0002"}]
+    for name, change in {"a": {}, "b": {"settings": {"seed": 2}}}.items():
+        text = "".join(json.dumps({**line, **(change if line is header else {})}) + "\n" for line in lines)
+        (tmp_path / f"{name}.jsonl").write_text(text + '{"step": 2, "gra')
+    assert verify(capsys, tmp_path / "a.jsonl", tmp_path / "a.jsonl") == (0, "the same: 2 steps, 0 to 1\n")
+    assert "seed: 1 and 2" in verify(capsys, tmp_path / "a.jsonl", tmp_path / "b.jsonl")[1]
+    assert verify(capsys, tmp_path / "a.jsonl", tmp_path)[0] == 2
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+def job_of(model=None, dataset=None, optimizer=torch.optim.SGD, **arguments):
+    model = nn.Linear(3, 2) if model is None else model
+    dataset = TensorDataset(torch.zeros(64, 3)) if dataset is None else dataset
+    return fl.Job(model, optimizer(model.parameters(), 0.1), dataset, **{"slots": 8, "batch_size": 2, **arguments})
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self):
+        return 1
+
+    def set_extra_state(self, state):
+        pass
+
+
+REFUSED = {
+    "IterableDataset": ({"dataset": Stream()}, "type Stream: which sample comes next depends on what was read before"),
+    "DataLoader": ({"dataset": DataLoader(TensorDataset(torch.zeros(9)))}, "type DataLoader: which sample"),
+    "few samples": ({"dataset": TensorDataset(torch.zeros(15, 3))}, "has 15 samples; a step needs 16"),
+    "bfloat16": ({"model": nn.Linear(3, 2).bfloat16()}, 'parameter "weight" is torch.bfloat16'),
+    "SyncBatchNorm": ({"model": nn.SyncBatchNorm(3)}, "SyncBatchNorm"),
+    "LBFGS": ({"optimizer": torch.optim.LBFGS}, "LBFGS"),
+    "extra state": ({"model": Extra(3, 2)}, "_extra_state"),
+    "plateau": (
+        {"schedulers": torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([torch.zeros(1)]))},
+        "ReduceLROnPlateau",
+    ),
+    "slots": ({"slots": 0}, "slots=0"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "text"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_repeated_is_refused_by_name(arguments, text):
+    def body(_rank):
+        with pytest.raises((TypeError, ValueError), match=text):
+            job_of(**arguments)
+
+    run_threads(1, body)
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "text"),
+    [
+        (lambda model, x: None, ValueError, "no parameter got a gradient"),
+        (lambda model, x: model(x).square().sum().backward(create_graph=True), RuntimeError, "create_graph=True"),
+        (lambda model, x: [model(x).sum().backward()], TypeError, "returned a list"),
+        (lambda model, x: torch.histc(x).put_(torch.zeros(2).long(), x[0, :2]), RuntimeError, "deterministic"),
+        (lambda model, x: {"x": model.table.add_(1)[0]}, ValueError, 'buffer "table" with 70000 elements'),
+    ],
+)
+def test_a_step_that_cannot_be_repeated_is_an_error(function, error, text):
+    def body(_rank):
+        model = nn.Linear(3, 2)
+        model.register_buffer("table", torch.zeros(70_000))
+        job = job_of(model)
+        job.step(lambda batch: function(model, batch[0]))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's of create_graph
+            with pytest.raises(error, match=text):
+                list(job.epochs(1))
+
+    run_threads(1, body)
+
+
+def test_the_program_keeps_its_generators_and_settings():
+    def body(_rank):
+        model, seen = nn.Linear(3, 2), []
+        job = job_of(model, threads=2, clip_norm=1.0)
+
+        @job.step
+        def train(batch):
+            seen.append((torch.get_num_threads(), float(torch.rand(1))))
+            model(batch[0] + 1).sum().backward()
+            assert model.weight.grad is None  # a change of it would not be the same on every number of ranks
+
+        torch.manual_seed(5)
+        before, threads = torch.get_rng_state(), torch.get_num_threads()
+        assert [epoch.number for epoch in job.epochs(1)] == [0]
+        assert torch.equal(before, torch.get_rng_state()) and torch.get_num_threads() == threads
+        assert {count for count, _ in seen} == {2} and len({number for _, number in seen}) == len(seen) == 32
+        assert job.is_final(job.steps - 2) and not job.is_final(job.steps)
+
+    run_threads(1, body)
+
+
+def test_sums_in_the_tree_and_messages():
+    rows = torch.tensor([[2.0**60], [1.0], [1.0], [-(2.0**60)], [1.0], [1.0]], dtype=torch.float64)
+    assert _slots.sum_over_slots(rows).item() == ((2.0**60 + 1) + (1 - 2.0**60)) + 2
+    notes = _message.Notes(0, 1, 0, 0, -1, 77, -5)
+    sums = torch.tensor([0.5], dtype=torch.float64)
+    first = _message.encode(notes._replace(durable=12), [1, 0], [-(2**62) - 1], sums)
+    second = _message.encode(notes._replace(stops=0), [1, 0], [0], sums)
+    decoded, present, integers, total = _message.decode(first + second, 2, 2, 1)
+    assert decoded == _message.Notes(0, 1, 0, 0, 12, 1, 1)
+    assert (present, integers, total.tolist()) == ([2, 0], [-(2**62) - 1], [1.0])
+    other = _message.encode(notes._replace(digest=-5 ^ 1 << 63), [1, 0], [0], sums)
+    assert not _message.decode(first + other, 2, 2, 1)[0].digest
