@@ -228,6 +228,7 @@ MemberService::Options MemberOptions(const Config& config, std::string key, std:
   options.log_level = config.log_level;
   options.silence_ns = ToNs(config.liveness_timeout_s);
   options.join_ns = ToNs(config.init_timeout_s) / 4;
+  options.most = static_cast<int>(config.slots);  // a rank without a slot has nothing to do
   return options;
 }
 

@@ -165,6 +165,7 @@ MembershipOptions MemberService::OptionsOfMachine() const {
   options.seed = RandomNumber();
   if (options_.silence_ns > 0) options.silence_ns = options_.silence_ns;
   if (options_.join_ns > 0) options.join_ns = options_.join_ns;
+  options.most = options_.most;
   return options;
 }
 

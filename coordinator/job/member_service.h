@@ -69,6 +69,7 @@ class MemberService {
     bool is_anywhere = false;  ///< Those are all addresses of this host, not only chosen ones.
     int64_t silence_ns = 0;    ///< See MembershipOptions.
     int64_t join_ns = 0;
+    int most = 0;
     LogLevel log_level = LogLevel::kWarning;
   };
 
