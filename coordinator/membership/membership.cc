@@ -281,11 +281,6 @@ void Membership::SetStarted(const MemberList& started, bool has_computed) {
   });
 }
 
-void Membership::AddPending(const std::vector<MemberList>& lists) {
-  pending_.insert(pending_.end(), lists.begin(), lists.end());
-  Tidy(pending_, started_.generation);
-}
-
 MembershipMessage Membership::Say(Kind kind) const {
   MembershipMessage message = {.kind = kind,
                                .sender = options_.self,
@@ -677,7 +672,6 @@ void Membership::Propose(const std::string& root) {
   MembershipMessage message = Say(Kind::kProposal);
   message.started = basis.started;
   message.has_computed = basis.has_computed;
-  message.pending = basis.pending;
   for (const Member& member : next->members) {
     const bool is_self = member.id == options_.self.id;
     message.reported[member.id] = is_self ? accepted_ : MessageOf(member.id).accepted;
@@ -698,8 +692,8 @@ void Membership::Accept(const MembershipMessage& message) {
   }
   accepted_ = list.generation;
   seen_number_ = std::max(seen_number_, accepted_.number);
-  AddPending(message.pending);
-  AddPending({list});
+  pending_.push_back(list);
+  Tidy(pending_, started_.generation);
   phase_ = Phase::kJoining;
   joining_ = list;
   join_until_ns_ = now_ns_ + options_.join_ns;

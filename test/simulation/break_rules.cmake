@@ -203,14 +203,9 @@ break_rule(kSuspectsAreDead membership.cc
   if (Broken(kSuspectsAreDead)) dead_.insert(suspects.begin(), suspects.end());
 ]=])
 break_rule(kForgetPending membership.cc
-[=[  AddPending({list});
+[=[  pending_.push_back(list);
 ]=]
-[=[  if (!Broken(kForgetPending)) AddPending({list});
-]=])
-break_rule(kForgetPendingOfOthers membership.cc
-[=[  AddPending(message.pending);
-]=]
-[=[  if (!Broken(kForgetPendingOfOthers)) AddPending(message.pending);
+[=[  if (!Broken(kForgetPending)) pending_.push_back(list);
 ]=])
 break_rule(kAcceptStale membership.cc
 [=[  if (IsGathering() && is_current && generation > accepted_) return Accept(message);
