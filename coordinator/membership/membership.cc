@@ -718,9 +718,12 @@ void Membership::HaltAsMinority() {
     dead += dead_.contains(member.id) ? 1 : 0;
   }
   const int others = static_cast<int>(list.members.size()) - here - dead;
-  Halt(std::to_string(here) + " of " + Ranks(list.members.size()) + (here == 1 ? " is" : " are") +
-       " left, " + (dead > 0 ? std::to_string(dead) + " ended, " : "") + "and the other " +
-       std::to_string(others) + " may go on without " + (here == 1 ? "it" : "them"));
+  const std::string left = std::to_string(here) + " of " + Ranks(list.members.size()) +
+                           (here == 1 ? " is left" : " are left") +
+                           (dead > 0 ? ", " + std::to_string(dead) + " ended" : "");
+  if (others == 0) return Halt(left + ", but they could not begin a generation");
+  Halt(left + ", and the other " + std::to_string(others) + " may go on without " +
+       (here == 1 ? "it" : "them"));
 }
 
 /// splitmix64 (Steele, Lea, Flood, OOPSLA 2014, doi:10.1145/2660193.2660195).

@@ -230,12 +230,6 @@ break_rule(kVoteAtOnce membership.cc
 ]=]
 [=[           return IsQuorum(here, list, dead_, Broken(kVoteAtOnce));
 ]=])
-break_rule(kForgetLists membership.cc
-[=[           return own.generation == list.generation || IsAlike(own, list);
-]=]
-[=[           return own.generation == list.generation ||
-                  (IsAlike(own, list) && !Broken(kForgetLists));
-]=])
 break_rule(kWaitForLeader membership.cc
 [=[  if (leader && leader->id == reported_to_ && is_overdue) {  // others may not reach it
 ]=]

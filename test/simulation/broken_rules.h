@@ -38,9 +38,8 @@ enum BrokenRule : uint32_t {
   kVoteWhileLeftOut = 1u << 17,     ///< Newcomers vote although others may still go on.
   kVoteBeforeComputing = 1u << 18,  ///< Newcomers vote where a list has started here.
   kVoteAtOnce = 1u << 19,           ///< Newcomers vote before a list has started.
-  kForgetLists = 1u << 20,          ///< One that has kept the newer of two lists refuses the older.
-  kWaitForLeader = 1u << 21,        ///< Report for ever to a leader whom others don't reach.
-  kWaitForEver = 1u << 22,          ///< A minority does not halt.
+  kWaitForLeader = 1u << 20,        ///< Report for ever to a leader whom others don't reach.
+  kWaitForEver = 1u << 21,          ///< A minority does not halt.
 };
 
 inline BrokenRule broken_rule = kNoRule;  // in force for all ranks of the process
