@@ -281,11 +281,6 @@ void Membership::SetStarted(const MemberList& started, bool has_computed) {
   });
 }
 
-void Membership::AddPending(const std::vector<MemberList>& lists) {
-  pending_.insert(pending_.end(), lists.begin(), lists.end());
-  Tidy(pending_, started_.generation);
-}
-
 MembershipMessage Membership::Say(Kind kind) const {
   MembershipMessage message = {.kind = kind,
                                .sender = options_.self,
@@ -634,7 +629,7 @@ std::optional<MemberList> Membership::MakeList(const Basis& basis,
   AddNewcomers(basis, next.members);
   std::erase_if(next.left_out,
                 [&](MemberId id) { return dead_.contains(id) || Find(next, id) != nullptr; });
-  std::ranges::stable_partition(next.members, [&](const Member& member) {
+  std::stable_partition(next.members.begin(), next.members.end(), [&](const Member& member) {
     return member.id == options_.self.id;  // others are lower in a list that this one leads by
   });
   GroupByHost(next.members);
@@ -677,7 +672,6 @@ void Membership::Propose(const std::string& root) {
   MembershipMessage message = Say(Kind::kProposal);
   message.started = basis.started;
   message.has_computed = basis.has_computed;
-  message.pending = basis.pending;
   for (const Member& member : next->members) {
     const bool is_self = member.id == options_.self.id;
     message.reported[member.id] = is_self ? accepted_ : MessageOf(member.id).accepted;
@@ -698,8 +692,8 @@ void Membership::Accept(const MembershipMessage& message) {
   }
   accepted_ = list.generation;
   seen_number_ = std::max(seen_number_, accepted_.number);
-  AddPending(message.pending);
-  AddPending({list});
+  pending_.push_back(list);
+  Tidy(pending_, started_.generation);
   phase_ = Phase::kJoining;
   joining_ = list;
   join_until_ns_ = now_ns_ + options_.join_ns;
@@ -724,9 +718,12 @@ void Membership::HaltAsMinority() {
     dead += dead_.contains(member.id) ? 1 : 0;
   }
   const int others = static_cast<int>(list.members.size()) - here - dead;
-  Halt(std::to_string(here) + " of " + Ranks(list.members.size()) + (here == 1 ? " is" : " are") +
-       " left, " + (dead > 0 ? std::to_string(dead) + " ended, " : "") + "and the other " +
-       std::to_string(others) + " may go on without " + (here == 1 ? "it" : "them"));
+  const std::string left = std::to_string(here) + " of " + Ranks(list.members.size()) +
+                           (here == 1 ? " is left" : " are left") +
+                           (dead > 0 ? ", " + std::to_string(dead) + " ended" : "");
+  if (others == 0) return Halt(left + ", but they could not begin a generation");
+  Halt(left + ", and the other " + std::to_string(others) + " may go on without " +
+       (here == 1 ? "it" : "them"));
 }
 
 /// splitmix64 (Steele, Lea, Flood, OOPSLA 2014, doi:10.1145/2660193.2660195).

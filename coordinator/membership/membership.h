@@ -170,7 +170,6 @@ class Membership {
   void NoteNumbers(const MembershipMessage& message);
   void Learn(const MembershipMessage& message);
   void SetStarted(const MemberList& started, bool has_computed);
-  void AddPending(const std::vector<MemberList>& lists);
   void BeginGathering();
   void GiveUpJoin();
   void Halt(std::string text);

@@ -203,14 +203,9 @@ break_rule(kSuspectsAreDead membership.cc
   if (Broken(kSuspectsAreDead)) dead_.insert(suspects.begin(), suspects.end());
 ]=])
 break_rule(kForgetPending membership.cc
-[=[  AddPending({list});
+[=[  pending_.push_back(list);
 ]=]
-[=[  if (!Broken(kForgetPending)) AddPending({list});
-]=])
-break_rule(kForgetPendingOfOthers membership.cc
-[=[  AddPending(message.pending);
-]=]
-[=[  if (!Broken(kForgetPendingOfOthers)) AddPending(message.pending);
+[=[  if (!Broken(kForgetPending)) pending_.push_back(list);
 ]=])
 break_rule(kAcceptStale membership.cc
 [=[  if (IsGathering() && is_current && generation > accepted_) return Accept(message);
@@ -234,12 +229,6 @@ break_rule(kVoteAtOnce membership.cc
 [=[           return IsQuorum(here, list, dead_, false);
 ]=]
 [=[           return IsQuorum(here, list, dead_, Broken(kVoteAtOnce));
-]=])
-break_rule(kForgetLists membership.cc
-[=[           return own.generation == list.generation || IsAlike(own, list);
-]=]
-[=[           return own.generation == list.generation ||
-                  (IsAlike(own, list) && !Broken(kForgetLists));
 ]=])
 break_rule(kWaitForLeader membership.cc
 [=[  if (leader && leader->id == reported_to_ && is_overdue) {  // others may not reach it

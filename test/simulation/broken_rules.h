@@ -1,5 +1,5 @@
-// Rules of docs/protocol.md and coordinator/membership/README.md that simulation_rules switches off, one at a time: the simulator must
-// fail without each.
+// Rules of docs/protocol.md and coordinator/membership/README.md that simulation_rules switches
+// off, one at a time: the simulator must fail without each.
 //
 // break_rules.cmake puts the switches into copies of sources; production has none.
 #pragma once
@@ -30,18 +30,16 @@ enum BrokenRule : uint32_t {
   kJoinEndOvertakes = 1u << 10,      ///< Pass a JoinDone on before what is ready here.
   kFreeIdsAtOnce = 1u << 11,         ///< Free retired ids while votes by them are on their way.
 
-  kHalfWithoutFirst = 1u << 12,       ///< Half of the voters go on without the first one.
-  kDeathsShrinkQuorums = 1u << 13,    ///< A majority of those that live is enough.
-  kSuspectsAreDead = 1u << 14,        ///< Who cannot be reached counts as dead.
-  kForgetPending = 1u << 15,          ///< A list whose join failed here counts no more.
-  kForgetPendingOfOthers = 1u << 16,  ///< Likewise one whose join may have failed elsewhere.
-  kAcceptStale = 1u << 17,            ///< Accept what rests on a report that is not true any more.
-  kVoteWhileLeftOut = 1u << 18,       ///< Newcomers vote although others may still go on.
-  kVoteBeforeComputing = 1u << 19,    ///< Newcomers vote where a list has started here.
-  kVoteAtOnce = 1u << 20,             ///< Newcomers vote before a list has started.
-  kForgetLists = 1u << 21,            ///< One that has kept the newer of two lists refuses the older.
-  kWaitForLeader = 1u << 22,          ///< Report for ever to a leader whom others don't reach.
-  kWaitForEver = 1u << 23,            ///< A minority does not halt.
+  kHalfWithoutFirst = 1u << 12,     ///< Half of the voters go on without the first one.
+  kDeathsShrinkQuorums = 1u << 13,  ///< A majority of those that live is enough.
+  kSuspectsAreDead = 1u << 14,      ///< Who cannot be reached counts as dead.
+  kForgetPending = 1u << 15,        ///< A list whose join failed here counts no more.
+  kAcceptStale = 1u << 16,          ///< Accept what rests on a report that is not true any more.
+  kVoteWhileLeftOut = 1u << 17,     ///< Newcomers vote although others may still go on.
+  kVoteBeforeComputing = 1u << 18,  ///< Newcomers vote where a list has started here.
+  kVoteAtOnce = 1u << 19,           ///< Newcomers vote before a list has started.
+  kWaitForLeader = 1u << 20,        ///< Report for ever to a leader whom others don't reach.
+  kWaitForEver = 1u << 21,          ///< A minority does not halt.
 };
 
 inline BrokenRule broken_rule = kNoRule;  // in force for all ranks of the process

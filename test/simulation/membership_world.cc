@@ -18,6 +18,8 @@ MembershipWorld::MembershipWorld(uint64_t seed, MembershipTotals& totals, bool p
     : seed_(seed), totals_(totals), prints_(prints), random_(seed) {
   hosts_ = random_.Between(1, 3);
   lost_percent_ = random_.Percent(50) ? 0 : random_.Between(1, 15);
+  if (random_.Percent(25)) slow_percent_ = 50;
+  if (random_.Percent(25)) split_percent_ = 60;
   steps_.push_back({});
   const int count = random_.Percent(10) ? 1 : random_.Between(2, 6);
   MemberList first = {.generation = {1, 0}};
@@ -171,7 +173,7 @@ void MembershipWorld::Send(int from, const Member& to, const MembershipMessage& 
   const bool is_lost = random_.Percent(lost_percent_);
   const bool is_taken =
       Reaches(from, target) || (process(target).is_stopped && random_.Percent(50));
-  const int64_t delay_ns = random_.Percent(90) ? Ms(0, 3) : Ms(0, 400);
+  const int64_t delay_ns = random_.Percent(slow_percent_) ? Ms(0, slow_percent_ * 40) : Ms(0, 3);
   if (is_taken && (!is_lost || random_.Percent(50))) {
     On(target, delay_ns, [this, target, message] { process(target).machine->Received(message); });
   }
@@ -201,7 +203,7 @@ void MembershipWorld::BeginJoin(int index, const MemberList& list) {
 /// All have begun, so that any of them may succeed; those that have given up do not any more.
 void MembershipWorld::DecideJoin(Generation& generation) {
   const bool is_calm = now_ > faults_end_ns_ && AreConnected(generation.list);
-  const bool is_split = !AreConnected(generation.list) || random_.Percent(15);
+  const bool is_split = !AreConnected(generation.list) || random_.Percent(split_percent_);
   const int percent = is_calm ? 100 : is_split ? random_.Between(10, 90) : 100;
   const GenerationNumber number = generation.list.generation;
   for (const int index : generation.begun) {
@@ -493,6 +495,7 @@ void MembershipWorld::Cut() {
 /// What is cut or stopped now may stay so for long; nothing new happens.
 void MembershipWorld::Heal() {
   lost_percent_ = 0;
+  slow_percent_ = 10;
   for (Process& one : processes_) one.dies_in_sends = -1;
   fault_ns_ = now_;
 }

@@ -153,7 +153,9 @@ class MembershipWorld {
   std::optional<GenerationNumber> computing_;  // the last one that did
   int last_step_ = 0;
   std::set<std::pair<int, int>> cut_;  // from, to
-  int lost_percent_ = 0;
+  int lost_percent_ = 0;               // of messages
+  int slow_percent_ = 10;
+  int split_percent_ = 15;  // of joins succeed at some members only
   int hosts_ = 1;
   int64_t faults_end_ns_ = 0;
   int64_t fault_ns_ = 0;  // the last one
