@@ -10,10 +10,9 @@ namespace {
 
 constexpr int kMessagesPerIteration = 64;
 constexpr int64_t kTickPeriodNs = 100 * kNsPerMs;  // how late a stall may be noticed
-// After its final error an engine over a polled transport moves its last messages along for so
-// long, or, when it is stopped, at least and at most for so long. A message that such a transport
-// calls drained may still wait for a connection.
-constexpr int64_t kSpreadNs = kNsPerSecond;
+// After its final error an engine over a polled transport moves its last messages along, at least
+// for so long when it is stopped. A message that such a transport calls drained may still wait for
+// a connection.
 constexpr int64_t kSpreadAtLeastNs = 100 * kNsPerMs;
 constexpr int64_t kSpreadPollNs = kNsPerMs;
 // How often an engine that fails looks for the peers' errors meanwhile.
@@ -48,6 +47,7 @@ EngineLoop::EngineLoop(const EngineOptions& options, const EngineParts& parts,
       liveness_(shared.liveness),
       callers_(shared.callers),
       callbacks_(shared.callbacks),
+      longest_spread_ns_(options.longest_spread_ns),
       negotiation_(options.negotiation, *this, parts.observe_negotiation),
       executor_(ExecutorOptions(options), parts.planes, *parts.counters, *this, shared.memory),
       coalescer_(*parts.transport, *parts.counters, shared.liveness),
@@ -280,7 +280,7 @@ int64_t EngineLoop::SpreadFailure() {
   coalescer_.Drain(kMessagesPerIteration);
   const int64_t spread_ns = now_ns_ - failed_here_ns_;
   const bool enough = stop_.load() && parts_.transport->Drained() && spread_ns >= kSpreadAtLeastNs;
-  if (enough || spread_ns >= kSpreadNs) spreading_abort_.store(false);
+  if (enough || spread_ns >= longest_spread_ns_) spreading_abort_.store(false);
   return kSpreadPollNs;
 }
 

@@ -123,6 +123,7 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   LivenessTable& liveness_;
   const CallerThreads& callers_;
   const CallbackThreads& callbacks_;
+  const int64_t longest_spread_ns_;
   Negotiation negotiation_;
   Executor executor_;
   FrameCoalescer coalescer_;

@@ -37,6 +37,8 @@ struct EngineOptions {
   int64_t launched_bytes = int64_t{256} << 20;
   /// A join or a leave that a stuck engine does not take for so long fails it.
   int64_t shutdown_timeout_ns = 30 * kNsPerSecond;
+  /// After a final error its report to the others is moved along for so long at most.
+  int64_t longest_spread_ns = kNsPerSecond;
   int64_t linger_ns = 100 * kNsPerUs;  ///< Small asynchronous submissions wait this long for more.
   int64_t linger_bytes = int64_t{64} << 10;  ///< More than this pending: no waiting.
   int64_t spin_ns =

@@ -34,6 +34,9 @@ int ComputeThreads(const Environment& environment) {
   return std::clamp(threads, 1, 1024);
 }
 
+// Members of an elastic job learn of its end from each other as well.
+constexpr int64_t kElasticSpreadNs = 100 * kNsPerMs;
+
 EngineOptions MakeOptions(const Config& config, const Rendezvous& rendezvous,
                           const HostGroup& shared, int rank, int size, int threads) {
   EngineOptions options;
@@ -62,6 +65,7 @@ EngineOptions MakeOptions(const Config& config, const Rendezvous& rendezvous,
   options.progress_timeout_ns = ToNs(config.plane_timeout_s);
   options.cuda_progress_timeout_ns = ToNs(config.cuda_timeout_s);
   options.shutdown_timeout_ns = ToNs(config.shutdown_timeout_s);
+  if (config.is_elastic) options.longest_spread_ns = kElasticSpreadNs;
   // A spinning caller would only keep the core from the rank it waits for. A launcher may have
   // bound each rank to a core of its own.
   const auto here = static_cast<int>(std::thread::hardware_concurrency());
@@ -116,7 +120,7 @@ bool Generation::IsInCallback() const { return engine_ != nullptr && engine_->Is
 Generation::~Generation() {
   if (engine_ != nullptr) Close();
   if (bootstrap_ != nullptr) bootstrap_->Abandon();
-  if (service_ != nullptr) service_->Leave();
+  if (service_ != nullptr && !is_succeeded_) service_->Leave();
 }
 
 Result<bool> Generation::Joined(int64_t timeout_ns) {
@@ -412,13 +416,17 @@ void Generation::BeginAlone() {
 }
 
 Result<std::unique_ptr<Generation>> Generation::BeginNext(Generation& ended) {
-  if (ended.service_ == nullptr || !ended.down_) return InvalidArgument(kNotElastic);
+  if (ended.service_ == nullptr) return InvalidArgument(kNotElastic);
+  if (std::exchange(ended.is_succeeded_, true)) {
+    return InvalidArgument(
+        "reinit: this generation has been followed by another one, or by an error");
+  }
   std::unique_ptr<Generation> next(new Generation());
   next->config_ = ended.config_;
   next->config_.members.clear();
   next->in_order_ = ended.in_order_;
   next->compute_threads_ = ended.compute_threads_;
-  next->service_ = std::move(ended.service_);
+  next->service_ = ended.service_;
   next->list_ = ended.list_;
   next->service_->Agree(ended.FindLosses());
   return next;

@@ -140,8 +140,9 @@ class Generation {
   std::unique_ptr<WrapComparison> wraps_;
   bool given_up_ = false;
   uint64_t number_ = 0;
-  // Of an elastic job. The last generation of the process in it has the service.
+  // Of an elastic job: alike in all generations of the process, the last of which leaves it.
   std::shared_ptr<MemberService> service_;
+  bool is_succeeded_ = false;
   MemberList list_;
   std::optional<MemberAssignment> assignment_;  // where it joins
   std::shared_ptr<Work> beginning_;             // the first collective

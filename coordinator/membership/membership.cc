@@ -629,7 +629,7 @@ std::optional<MemberList> Membership::MakeList(const Basis& basis,
   AddNewcomers(basis, next.members);
   std::erase_if(next.left_out,
                 [&](MemberId id) { return dead_.contains(id) || Find(next, id) != nullptr; });
-  std::ranges::stable_partition(next.members, [&](const Member& member) {
+  std::stable_partition(next.members.begin(), next.members.end(), [&](const Member& member) {
     return member.id == options_.self.id;  // others are lower in a list that this one leads by
   });
   GroupByHost(next.members);

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hosts import TwoHosts, run_python
+from hosts import FIRST_ADDRESS, TwoHosts, run_python
 from ranks import stopped_in_an_allreduce
 
 pytestmark = pytest.mark.mpi
@@ -176,3 +176,35 @@ def test_mpirun_ends_both_sides_of_a_cut_link(own_hosts, tmp_path):
     settings["FARANDOLE_LIVENESS_TIMEOUT_S"] = "0"
     _, said = end_of_a_job_that_is_cut(own_hosts, tmp_path, own_hosts.start, **settings)
     assert "lost communication with a remote daemon" in said, said
+
+
+#: Goes on as long as it may, and says in which generation.
+ELASTIC = """
+import pathlib, sys
+import numpy as np
+import farandole as fl
+
+fl.init(elastic=True)
+file, steps = pathlib.Path(sys.argv[1]) / str(fl.rank()), 0
+while fl.generation() == 1 or steps < 10:
+    try:
+        fl.allreduce(np.ones(3), name="step")
+        file.write_text("x")
+        steps += fl.generation() > 1
+    except fl.HorovodInternalError:
+        fl.reinit()
+print(fl.size(), "go on")
+"""
+
+
+@pytest.mark.once
+def test_of_two_halves_of_an_elastic_job_that_is_cut_one_goes_on(own_hosts, tmp_path):
+    place = {"FARANDOLE_SIZE": str(2 * RANKS), "FARANDOLE_ADDRESS": f"{FIRST_ADDRESS}:29500"}
+    command = [sys.executable, "-c", ELASTIC, str(tmp_path)]
+    ranks = [own_hosts.start_rank(r // RANKS, command, FARANDOLE_RANK=str(r), **place) for r in range(2 * RANKS)]
+    wait_until(lambda: all((tmp_path / str(rank)).exists() for rank in range(2 * RANKS)), 60)
+    own_hosts.cut()
+    said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0, 75, 75], said
+    assert said[:2] == ["2 go on\n"] * 2
+    assert all(re.fullmatch("farandole: . of 4 ranks (is|are) left, and the other . may go on .*\n", one) for one in said[2:])

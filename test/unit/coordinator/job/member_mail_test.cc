@@ -82,7 +82,7 @@ TEST(MemberMail, IsReachedBesideManyStrangers) {
   for (int i = 0; i < 200; ++i) {
     strangers.push_back(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
     ASSERT_EQ(connect(strangers.back(), where.data(), where.size()), 0);
-    ASSERT_EQ(write(strangers.back(), "GET /", i % 5), i % 5);
+    ASSERT_EQ(write(strangers.back(), "GET /", static_cast<size_t>(i % 5)), i % 5);
   }
   EXPECT_EQ(Send(a, b.member, b).at(0).kind, Event::Kind::kDelivered);
   for (const int stranger : strangers) close(stranger);
