@@ -1,14 +1,16 @@
 """A training by farandole.torch.Job, which each rank of any launcher runs: prints the digest of the weights.
 
-Arguments: a model of MODELS, the folder of checkpoints, and as ``name=value``: ``epochs``, ``workers``; ``flip=STEP``,
-``die=STEP`` or ``term=STEP``, with ``rank=R``: in which step what happens to a rank.
+Arguments: a model of MODELS, the folder of checkpoints, and as ``name=value``: ``epochs``, ``workers``, and in which
+step what happens to a rank, such as ``die0=3``: see harm().
 """
 
 from __future__ import annotations
 
 import os
+import pathlib
 import signal
 import sys
+import time
 from typing import Any
 
 import torch
@@ -61,8 +63,8 @@ MODELS = {
 }
 
 
-def make(name: str, folder: str | None, **arguments: Any) -> tuple[fl.Job, nn.Module]:
-    """A Job with its step function; each rank begins with weights of its own."""
+def make(name: str, folder: str | None, **arguments: Any) -> fl.Job:
+    """A Job with its step function."""
     model: nn.Module = MODELS[name]()
     generator = torch.Generator().manual_seed(7)
     inputs = torch.randn(SAMPLES, 1, 6, 6, generator=generator)
@@ -92,11 +94,11 @@ def make(name: str, folder: str | None, **arguments: Any) -> tuple[fl.Job, nn.Mo
             (loss * 0.5).backward()
         return {"loss": loss.detach(), "right": (scores.argmax(1) == batch[1]).float().mean()}
 
-    return job, model
+    return job
 
 
 def harm(job: fl.Job, what: str, at: int) -> None:
-    """In a step of this rank: it dies, gets SIGTERM, or a bit of what it got from the others flips."""
+    """In a step of this rank: it dies, gets SIGTERM, waits for a newcomer, or a bit of what it has received flips."""
     function, wait = job._function, SlotGradients.wait
 
     def run(batch: Any) -> Any:
@@ -104,6 +106,8 @@ def harm(job: fl.Job, what: str, at: int) -> None:
             os._exit(9)
         if job.steps == at and what == "term":
             os.kill(os.getpid(), signal.SIGTERM)
+        while job.steps == at and what == "wait" and not farandole.change_is_due():
+            time.sleep(0.05)
         return function(batch)  # type: ignore[misc]
 
     def wait_and_flip(gradients: SlotGradients, *others: Any) -> None:
@@ -118,11 +122,14 @@ def harm(job: fl.Job, what: str, at: int) -> None:
 def main(name: str, folder: str, *words: str) -> None:
     """Trains, and prints a line."""
     options = dict(word.split("=") for word in words)
-    torch.manual_seed(int(os.environ["RANK"]))  # of which only rank 0's weights count
-    job, _ = make(name, folder or None, workers=int(options.get("workers", 0)))
-    for what in ("die", "term", "flip"):
-        if what in options and farandole.rank() == int(options["rank"]):
-            harm(job, what, int(options[what]))
+    torch.manual_seed(5)
+    job = make(name, folder or None, workers=int(options.get("workers", 0)))
+    for what in ("die", "term", "wait", "flip"):
+        step = options.get(f"{what}{os.environ.get('RANK')}")
+        if step is not None:
+            harm(job, what, int(step))
+    if folder and farandole.rank() == 0 and farandole.members():
+        pathlib.Path(folder, "members").write_text(farandole.members())
     for epoch in job.epochs(int(options.get("epochs", 2))):
         assert epoch.metrics.keys() == {"loss", "right"}
     print("steps", job.steps, "stopped", job.stop_requested, "losses", [e["loss"] for e in job.history], job.digest())

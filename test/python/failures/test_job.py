@@ -3,6 +3,7 @@
 import functools
 import json
 import pathlib
+import time
 import warnings
 
 import pytest
@@ -12,17 +13,22 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import farandole.torch as fl
 import job_training
+import warm_ranks
 from farandole import chain
 from farandole.torch.job import _message, _slots
-from ranks import communicate, run_threads, start_forked
+from ranks import communicate, environment, run_threads, start_forked
 
 SCRIPT = pathlib.Path(job_training.__file__)
 
 
-def train(size, name, folder, *words, codes=None):
+def train(size, name, folder, *words, codes=None, **variables):
     """What each rank of a job said in its last line."""
-    ranks = start_forked(size, [SCRIPT, name, folder, *words])
-    return [output.strip().splitlines()[-1] for output in communicate(ranks, codes)]
+    ranks = start_forked(size, [SCRIPT, name, folder, *words], **variables)
+    return [last_line(output) for output in communicate(ranks, codes)]
+
+
+def last_line(output):
+    return output.strip().splitlines()[-1] if output.strip() else ""
 
 
 @functools.cache
@@ -62,17 +68,35 @@ def test_it_goes_on_from_the_newest_undamaged_checkpoint_on_another_number_of_ra
 
 
 def test_sigterm_on_a_rank_stops_all_after_the_same_step(tmp_path):
-    said = train(2, "mlp", tmp_path, "term=3", "rank=1")
+    said = train(2, "mlp", tmp_path, "term1=3")
     assert all(line.startswith("steps 4 stopped True") for line in said) and len(set(said)) == 1
     assert train(1, "mlp", tmp_path) == [undisturbed("mlp")]
 
 
+def test_after_deaths_the_rest_goes_on_with_the_same_bits(tmp_path, capsys):
+    said = train(3, "conv", tmp_path / "a", "die0=3", "die2=8", codes=[9, 0, 9], FARANDOLE_ELASTIC="1")
+    assert said[1] == undisturbed("conv")
+    train(1, "conv", tmp_path / "b")
+    assert verify(capsys, tmp_path / "a", tmp_path / "b") == (0, "the same: 12 steps, 0 to 11\n")
+
+
+def test_a_newcomer_takes_the_state_and_goes_on_alone(tmp_path):
+    tmp_path.joinpath("run").mkdir()
+    words = [SCRIPT, "varying", tmp_path / "run", "wait0=2", "die0=6"]
+    (old,) = start_forked(1, words, FARANDOLE_ELASTIC="1")
+    file = tmp_path / "run" / "members"
+    while not file.exists() or not file.read_text():
+        time.sleep(0.05)
+    new = warm_ranks.start(words, environment(FARANDOLE_ELASTIC="1", FARANDOLE_MEMBERS=file.read_text()))
+    assert last_line(communicate([old, new], [9, 0])[1]) == undisturbed("varying")
+
+
 def test_a_flipped_bit_is_named_with_its_step_and_tensor(tmp_path, capsys):
-    said = train(2, "mlp", tmp_path / "a", "flip=2", "rank=1", codes=[1, 1])
+    said = train(2, "mlp", tmp_path / "a", "flip1=2", codes=[1, 1])
     expected = 'step 2: the gradient of "3.weight" was reduced to different values on different ranks; ranks alike:'
     expected += " 0 | 1"
     assert all(expected in line for line in said)
-    train(1, "mlp", tmp_path / "b", "flip=2", "rank=0")
+    train(1, "mlp", tmp_path / "b", "flip0=2")
     train(1, "mlp", tmp_path / "c")
     assert verify(capsys, tmp_path / "b", tmp_path / "c") == (
         1, 'the gradients of step 2 differ: first tensor "3.weight"\n'

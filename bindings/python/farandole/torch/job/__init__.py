@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+import farandole
 from farandole import basics, ops
 from farandole.chain import Chain, settings_line
 from farandole.exceptions import HorovodInternalError, MismatchError
@@ -94,8 +95,8 @@ class Job:
             undamaged one is found by itself, whatever number of ranks wrote it.
         checkpoint_steps: Steps from one checkpoint to the next; also at the end one is written.
         keep: How many checkpoints are kept.
-        signals: By signal, "stop": all ranks stop after the same step; or "leave": this rank leaves after a step, and
-            the others go on. Default: SIGTERM stops. Only in the main thread.
+        signals: By signal, "stop": all ranks stop after the same step; or "leave": this rank's process ends after a
+            step, with code 0, and the others go on. Default: SIGTERM stops. Only in the main thread.
     Raises:
         TypeError, ValueError: An argument is invalid, or something in it could not be repeated; the message names it.
     """
@@ -141,10 +142,8 @@ class Job:
         self._wants_stop = self._wants_leave = False
         #: Whether all ranks have stopped, as a signal to one of them or :meth:`stop` asked for.
         self.stop_requested = False
-        #: Whether this rank has left, as a signal or :meth:`leave` asked for.
-        self.has_left = False
         if basics.find() is None:
-            basics.init(slots=slots)
+            farandole.init(slots=slots)
 
     # What the user calls.
 
@@ -177,21 +176,20 @@ class Job:
             stack.callback(self._close)
             self._recovering(lambda: None)  # joins
             given = len(self.history)
-            while len(self.history) < count and not self._is_over:
+            while len(self.history) < count and not self.stop_requested:
                 with repeatable(self._threads):
                     self._run_until_epoch_ends(count)
                 while given < len(self.history):
                     yield Epoch(given, dict(self.history[given]))
                     given += 1
-            if not self.has_left:
-                self._recovering(ops.barrier)  # so that a rank that is behind still finds one that is ahead
+            self._recovering(ops.barrier)  # so that a rank that is behind still finds one that is ahead
 
     def stop(self) -> None:
         """Makes all ranks stop after the same step, as SIGTERM does. From any thread."""
         self._wants_stop = True
 
     def leave(self) -> None:
-        """Makes this rank leave after a step; the others go on. From any thread."""
+        """Makes this rank leave after a step: the process ends with code 0, and the others go on. From any thread."""
         self._wants_leave = True
 
     def is_final(self, step: int) -> bool:
@@ -215,10 +213,6 @@ class Job:
 
     # Generations of ranks.
 
-    @property
-    def _is_over(self) -> bool:
-        return self.stop_requested or self.has_left
-
     def _recovering(self, work: Callable[[], None]) -> None:
         """Does work in step with the other ranks; after a loss again, with those that are left."""
         while True:
@@ -228,19 +222,22 @@ class Job:
                 return work()
             except MismatchError:
                 raise
-            except HorovodInternalError:
+            except HorovodInternalError as error:
                 self._values.abandon()
                 self._gradients.abandon()
-                self._regroup()
+                try:
+                    self._regroup()
+                except ValueError as refused:  # the job is not elastic
+                    raise error from refused
 
     def _regroup(self) -> None:
         self._is_joined, self._unverified = False, None
-        basics.reinit()
+        farandole.reinit()
 
     def _join(self) -> None:
         """Takes the state of the rank that has applied most steps, with the ranks of this generation."""
         place = basics.topology()
-        self._own_slots = range(self._slots) if place.size == 1 else range(*basics.slot_range())
+        self._own_slots = range(self._slots) if place.size == 1 else range(*farandole.slot_range())
         self._gradients.start_generation(place.size == 1)
         ranks = allgather_object(
             {"step": -1 if self._is_fresh else self.steps, "stops": self.stop_requested,
@@ -255,7 +252,13 @@ class Job:
             steps = allgather_object(self.steps, "job.steps")
         leader = steps.index(max(steps))
         if self._is_fresh or min(steps) < max(steps):
-            self._state.share(leader, place.rank == leader)
+            differed = self._state.share(leader, place.rank == leader)
+            if differed and max(steps) == 0 and self._is_fresh:
+                warnings.warn(
+                    f"rank {place.rank} made other weights than rank {leader}, whose are taken: if that one is lost "
+                    "before the first step, the result is another; seed torch alike before the model is made",
+                    RuntimeWarning, stacklevel=2,
+                )  # fmt: skip
         self._is_fresh = False
         self.stop_requested = self.stop_requested or any(facts["stops"] for facts in ranks)
         generation = {"size": place.size, **_platform()}
@@ -285,10 +288,10 @@ class Job:
 
     def _run_until_epoch_ends(self, count: int) -> None:
         known = len(self.history)
-        while len(self.history) == known and not self._is_over:
+        while len(self.history) == known and not self.stop_requested:
             self._recovering(functools.partial(self._step_after, self.steps))
             is_last = self.stop_requested or len(self.history) >= count
-            if (is_last or self.steps % self._checkpoint_steps == 0) and not self.has_left:
+            if is_last or self.steps % self._checkpoint_steps == 0:
                 self._recovering(self._verify)
                 self._write_checkpoint(waits=is_last)
 
@@ -308,11 +311,10 @@ class Job:
         self._update(present, integers, sums)
         self._final = max(self._final, notes.durable if self._checkpoints else self.steps - 2)
         self.stop_requested = bool(notes.stops)
-        if notes.leaves and self._wants_leave:
-            self.has_left = True
-            self._chain.close()
-            basics.shutdown()
-        elif (notes.leaves or notes.changes) and not self.stop_requested:
+        if notes.leaves and self._wants_leave and not self.stop_requested:
+            farandole.shutdown()
+            raise SystemExit(0)
+        if (notes.leaves or notes.changes) and not self.stop_requested:
             self._regroup()
 
     def _run_slots(self) -> None:
@@ -340,7 +342,7 @@ class Job:
             is_late=gradients.is_late,
             stops=self._wants_stop,
             leaves=self._wants_leave,
-            changes=place.rank == 0 and basics.change_is_due(),
+            changes=place.rank == 0 and farandole.change_is_due(),
             durable=self._checkpoints.last_step - 1 if self._checkpoints and place.rank == 0 else -1,
             names=_hash_of_names(self._values.names),
             digest=self._unverified.total if self._unverified else 0,
@@ -418,7 +420,7 @@ class Job:
 
     def _write_checkpoint(self, waits: bool) -> None:
         """On rank 0: copies the state, and begins to write it."""
-        if self._checkpoints is None or self.has_left or basics.topology().rank != 0:
+        if self._checkpoints is None or basics.topology().rank != 0:
             return
         step = self.steps
         if step == self._checkpoints.last_step:
