@@ -161,10 +161,15 @@ int farandole_change_is_due(const farandole_context* context, int* is_due) try {
   return ReportException();
 }
 
-int farandole_members(const farandole_context* context, const char** members) try {
+int farandole_members(const farandole_context* context, int rank, const char** members) try {
   if (context == nullptr || members == nullptr) return ReportNull("context or members");
+  const int size = context->generation->engine().size();
+  if (rank < -1 || rank >= size) {
+    return Report(farandole::InvalidArgument("members of rank " + std::to_string(rank) +
+                                             "; expected -1 to " + std::to_string(size - 1)));
+  }
   thread_local std::string text;
-  text = context->generation->members();
+  text = context->generation->members(rank);
   *members = text.c_str();
   return FARANDOLE_OK;
 } catch (...) {

@@ -262,9 +262,10 @@ FARANDOLE_API int farandole_generation_number(const farandole_context* context, 
 /** *is_due: whether processes wait to be let into this elastic job, as farandole_reinit of all
  * ranks does. Rank 0 is sure to know. */
 FARANDOLE_API int farandole_change_is_due(const farandole_context* context, int* is_due);
-/** Where the ranks of this elastic job listen for newcomers, as init_options.members has it; "" if
- * it is none. Valid until the thread's next farandole call. */
-FARANDOLE_API int farandole_members(const farandole_context* context, const char** members);
+/** Where `rank`, or -1: all ranks, of this elastic job listen for newcomers, as init_options.members
+ * has it; "" if it is none. Valid until the thread's next farandole call. */
+FARANDOLE_API int farandole_members(const farandole_context* context, int rank,
+                                    const char** members);
 /** `size` ranks inside this process, one context per rank, for tests and tools; each may be used by
  * its own thread. */
 FARANDOLE_API int farandole_init_in_process(int size, farandole_context** out);

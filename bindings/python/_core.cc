@@ -329,7 +329,7 @@ void BindContext(py::module_& m) {
       .def("reinit", &Context::Reinit)
       .def("generation", &Context::GenerationNumber)
       .def("change_is_due", &Context::IsChangeDue)
-      .def("members", &Context::Members)
+      .def("members", &Context::Members, py::arg("rank") = -1)
       .def_static("in_process", &Context::InProcess, py::arg("size"))
       .def_static("forget_all", &Context::ForgetAll)
       .def_property_readonly("is_closed", &Context::is_closed)

@@ -178,9 +178,9 @@ bool Context::IsChangeDue() const {
   return is_due != 0;
 }
 
-std::string Context::Members() const {
+std::string Context::Members(int rank) const {
   const char* members = "";
-  Check(farandole_members(get(), &members));
+  Check(farandole_members(get(), rank, &members));
   return members;
 }
 

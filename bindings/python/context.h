@@ -89,7 +89,7 @@ class Context : public std::enable_shared_from_this<Context> {
   std::shared_ptr<Context> Reinit();
   uint64_t GenerationNumber() const;
   bool IsChangeDue() const;
-  std::string Members() const;
+  std::string Members(int rank) const;
   /// `size` ranks inside this process.
   static std::vector<std::shared_ptr<Context>> InProcess(int size);
   /// From now on every existing context of this process is closed and stays untouched: for a child

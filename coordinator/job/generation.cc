@@ -254,9 +254,12 @@ Losses Generation::FindLosses() const {
   return losses;
 }
 
-std::string Generation::members() const {
+std::string Generation::members(int rank) const {
   std::string text;
-  for (const Member& one : list_.members) text += (text.empty() ? "" : ",") + one.address;
+  for (const Member& one : list_.members) {
+    if (rank == -1 || list_.members.at(static_cast<size_t>(rank)).id == one.id)
+      text += (text.empty() ? "" : ",") + one.address;
+  }
   return text;
 }
 

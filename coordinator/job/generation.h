@@ -69,8 +69,9 @@ class Generation {
   uint64_t number_in_job() const { return std::max<uint64_t>(list_.generation.number, 1); }
   /// See MemberService; false for a job that is not elastic.
   bool change_is_due() const { return service_ != nullptr && service_->change_is_due(); }
-  /// Where members of an elastic job listen, as FARANDOLE_MEMBERS has it; else empty.
-  std::string members() const;
+  /// Where `rank`, or -1: all ranks, of an elastic job listen, as FARANDOLE_MEMBERS has it; else
+  /// empty.
+  std::string members(int rank) const;
   /// Shutdown; but ranks of one process stop after FARANDOLE_SHUTDOWN_TIMEOUT_S without the others,
   /// and shutdown_status() is then a Timeout.
   void Close();

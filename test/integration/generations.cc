@@ -135,7 +135,7 @@ uint32_t AddSet(farandole_context* context) {
 /// Others read it while they begin.
 void WriteMembers(const farandole_context* context) {
   const char* members = "";
-  Require(farandole_members(context, &members) == FARANDOLE_OK, "members");
+  Require(farandole_members(context, -1, &members) == FARANDOLE_OK, "members");
   const std::string name = folder + "/members";
   std::ofstream(name + std::to_string(getpid())) << members;
   (void)std::rename((name + std::to_string(getpid())).c_str(), name.c_str());

@@ -710,7 +710,7 @@ def _tell_launcher(report: str) -> None:
 
 def _report_member_address(context: Context) -> None:
     """Tells ``farandolerun`` where this rank of an elastic job listens, so that those that it starts later can join."""
-    if address := getattr(context.core, "member_address", ""):
+    if address := context.core.members(context.topology.rank):
         _tell_launcher(json.dumps({"member": address}))
 
 
