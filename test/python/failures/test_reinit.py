@@ -59,12 +59,51 @@ while not leaves:
 fl.shutdown()
 """
 
+#: The same with Horovod's interface.
+WITH_A_STATE = """
+import json, os, pathlib, signal, sys
+import torch
+import farandole.torch as hvd
+from farandole.torch import elastic
+
+folder = pathlib.Path(sys.argv[1])
+notes = open(folder / f"{os.getpid()}.json", "w")
+leaves = []
+signal.signal(signal.SIGUSR1, lambda *_: leaves.append(True))
+hvd.init(elastic=True)
+torch.manual_seed(hvd.generation())
+model = torch.nn.Linear(8, 1)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.01), model.named_parameters())
+state = elastic.TorchState(model, optimizer, sampler=elastic.ElasticSampler(range(1000)), step=0)
+resets = []
+state.register_reset_callbacks([lambda: resets.append(hvd.size())])
+
+@elastic.run
+def train(state):
+    (folder / "members").write_text(hvd.members())
+    assert resets[-1:] in ([], [hvd.size()]) and state.sampler.num_replicas == hvd.size()
+    while not leaves:
+        optimizer.zero_grad()
+        model(torch.full((2, 8), 1.0 + state.step % 3)).sum().backward()
+        optimizer.step()
+        state.step += 1
+        state.sampler.record_batch(0, 1)
+        weights = [round(x, 4) for x in model.weight.flatten().tolist()]
+        notes.write(json.dumps([hvd.generation(), hvd.rank(), hvd.size(), state.step, weights]) + "\\n")
+        notes.flush()
+        if state.step % 3 == 0:
+            state.commit()
+
+train(state)
+hvd.shutdown()
+"""
+
 
 class Members:
     """Processes of one elastic job, and what each has noted: [generation, rank, size, step, weights]."""
 
-    def __init__(self, folder):
-        self.folder = folder
+    def __init__(self, folder, program):
+        self.folder, self.program = folder, program
         key = folder / "key"
         key.write_bytes(secrets.token_bytes(32))
         key.chmod(0o600)
@@ -76,7 +115,7 @@ class Members:
         place = {"FARANDOLE_RANK": str(rank), "FARANDOLE_SIZE": str(RANKS), "FARANDOLE_ADDRESS": self.address}
         if rank is None:
             place = {"FARANDOLE_MEMBERS": (self.folder / "members").read_text()}
-        return warm_ranks.start(["-c", MEMBER, self.folder], environment(**self.own, **place))
+        return warm_ranks.start(["-c", self.program, self.folder], environment(**self.own, **place))
 
     def notes(self, process):
         file = self.folder / f"{process.pid}.json"
@@ -108,14 +147,15 @@ class Members:
 
 
 @pytest.fixture
-def members(tmp_path):
-    made = Members(pathlib.Path(tmp_path))
+def members(tmp_path, request):
+    made = Members(pathlib.Path(tmp_path), request.param)
     everybody = list(made.processes)
     yield made
     for process in {*everybody, *made.processes}:
         process.kill()
 
 
+@pytest.mark.parametrize("members", [MEMBER, WITH_A_STATE], indirect=True, ids=["reinit", "elastic.run"])
 def test_the_same_optimizer_goes_on_whoever_is_lost_and_whoever_comes(members):
     generation, by_rank = members.await_size(RANKS)
     assert generation == 1

@@ -1,7 +1,8 @@
 """The names of ``horovod.torch.elastic``: commits in memory, and continues from there after a failure.
 
-The number of ranks is fixed: the loss of a rank ends the job.
-docs/training.md, "Commit and restore", has an example.
+In an elastic job (``farandole.init(elastic=True)``, ``farandolerun --elastic``) the ranks that are left go on after the
+loss of others, and newcomers are let in at a commit; else the number of ranks is fixed, and the loss of a rank ends the
+job. docs/training.md, "Commit and restore", has an example.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Any, TypeVar
 import torch
 
 from farandole.basics import init, rank, shutdown, size
-from farandole.exceptions import HorovodInternalError
+from farandole.exceptions import HorovodInternalError, JobHaltedError
+from farandole.generations import change_is_due, members, reinit
 from farandole.objects import broadcast_object
 from farandole.ops import Max
 from farandole.torch.functions import broadcast_optimizer_state, broadcast_parameters
@@ -34,7 +36,11 @@ _Result = TypeVar("_Result")
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Horovod's notice that hosts came or went. Never raised here; scripts name it."""
+    """Processes wait to be let into the elastic job: :func:`run` lets them in, and calls its function again.
+
+    Args:
+        skip_sync: That function then gets the state as it is on each rank, not rank 0's.
+    """
 
     def __init__(self, skip_sync: bool = False) -> None:
         super().__init__("the hosts of the job have changed")
@@ -67,7 +73,7 @@ class State:
             callback()
 
     def commit(self) -> None:
-        """Saves the state in memory, to which a failure returns; no communication.
+        """Saves the state in memory, to which a failure returns; then :meth:`check_host_updates`.
 
         Every rank calls it at the same place of the program, after the optimizer's ``step()``:
         gradients are not saved.
@@ -77,7 +83,13 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Does nothing: the number of ranks is fixed, so :class:`HostsUpdatedInterrupt` is never raised."""
+        """In an elastic job of all ranks together: whether processes wait to be let in. Else it does nothing.
+
+        Raises:
+            HostsUpdatedInterrupt: They do, on all ranks.
+        """
+        if members() and allreduce(torch.tensor(int(change_is_due())), op=Max, name="elastic.change").item():
+            raise HostsUpdatedInterrupt
 
     def save(self) -> None:
         """Keeps a copy of the state in memory."""
@@ -177,47 +189,64 @@ def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
 
     The function gets rank 0's state on every rank. When it ends with a HorovodInternalError, which
     all ranks get, each goes back to its last commit, the state's callbacks are called, and the
-    function is called again with rank 0's state. Rank 0 warns of every failure.
+    function is called again with rank 0's state. Rank 0 warns of every failure. In an elastic job this holds for the
+    ranks that are left when others are lost, and after :class:`HostsUpdatedInterrupt` for those that have come,
+    without a step back: ``rank()`` and ``size()`` are new.
 
     Raises:
         HorovodInternalError: A final one, after which no collective works, or one that came three
             times without a commit in between; the message says which. The state is as the failure
             left it, and ``state.restore()`` gives the last commit.
+        JobHaltedError: Of an elastic job whose other ranks may go on, or have gone on, without this one.
     """
     return run_fn(func, lambda: None)
 
 
 def run_fn(func: Callable[..., _Result], reset: Callable[[], object]) -> Callable[..., _Result]:
-    """As :func:`run`, with a function that each rank calls once it is back at its last commit."""
+    """As :func:`run`, with a function that each rank calls once it is back at its last commit, or let newcomers in."""
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> _Result:
-        failures = 0
+        failures, syncs, is_again, commits = 0, True, False, state.commits
         while True:
-            state.sync()
-            commits = state.commits
             try:
+                if is_again:
+                    reset()
+                    state.on_reset()
+                if syncs:
+                    state.sync()
+                commits = state.commits
                 return func(state, *args, **kwargs)
+            except JobHaltedError:
+                raise
             except HorovodInternalError as error:
                 failures = 1 if state.commits > commits else failures + 1
-                _raise_unless_recoverable(error, failures)
-            state.restore()
-            reset()
-            state.on_reset()
+                _recover(error, failures)
+                state.restore()
+                syncs = True
+            except HostsUpdatedInterrupt as update:
+                if not members():
+                    raise
+                reinit()
+                syncs = not update.skip_sync
+            is_again = True
 
     return wrapper
 
 
-def _raise_unless_recoverable(error: HorovodInternalError, failures: int) -> None:
-    """Waits until every rank is here; a collective that fails means that the job is over."""
+def _recover(error: HorovodInternalError, failures: int) -> None:
+    """Waits until every rank is here, of an elastic job all that are left; raises what nobody can go on after."""
     reason = None
     if failures >= _MAX_FAILURES:
         reason = f"given up after {failures} failures without a commit in between"
     try:
         allreduce(torch.zeros(1), op=Max, name="elastic.restore")
     except HorovodInternalError:
-        reason = "the job is over and cannot go on from its last commit: start it again from a "
-        reason += "checkpoint"
+        if members():
+            reinit()
+            reason = None  # it is no failure of the function
+        else:
+            reason = "the job is over and cannot go on from its last commit: start it again from a checkpoint"
     if reason is not None:
         error.args = (f"{error}; {reason}", *error.args[1:])
         raise error
