@@ -248,7 +248,8 @@ typedef struct farandole_reinit_options {
  * generation, with ranks and a size of its own. After a failure that named lost ranks, after an
  * ABORTED because ranks have left or the members change, or when farandole_change_is_due: all ranks
  * call it. It ends `old`, if that has not ended; release it afterwards. What all ranks have started
- * is completed if they call this within 2 s of each other.
+ * is completed if they call this within 2 s of each other; who calls it first waits for up to 5
+ * minutes for the others, unless they end.
  *
  * *next NULL begins. PENDING, after options->timeout_s (options NULL: no limit): call it again with
  * the same arguments; or, with *next not NULL, farandole_release(*next) gives up and leaves the

@@ -63,6 +63,8 @@ struct Connections {
   void Close(bool clean);
 };
 
+/// How long members of an elastic job that have called reinit wait for one that lives and has not.
+inline constexpr double kLongestJoinS = 300;
 /// How processes of a job listen for each other. @param where  Addresses of this one.
 MemberService::Options MemberOptions(const Config& config, std::string key, std::string job,
                                      std::vector<SocketAddress> where);

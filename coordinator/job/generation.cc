@@ -214,7 +214,9 @@ Result<bool> Generation::JoinedAt(MemberAssignment& assignment, int64_t until_ns
     launcher.address = assignment.list.root;
     launcher.key = service_->key();
     launcher.listener = assignment.listener;
-    Result<std::shared_ptr<Bootstrap>> begun = Bootstrap::Begin({}, config_, launcher);
+    Config config = config_;  // a rank may compute for long before it learns of the change
+    config.init_timeout_s = std::max(config.init_timeout_s, kLongestJoinS);
+    Result<std::shared_ptr<Bootstrap>> begun = Bootstrap::Begin({}, config, launcher);
     if (!begun.ok()) return begun.status();
     bootstrap_ = std::move(begun).value();
   }

@@ -319,7 +319,7 @@ std::vector<Member> MemberService::Watched() const {
   if (!assignment_ && !has_ended_) {
     for (const MemberId id : list.left_out) {
       const auto found = known_.find(id);
-      if (found != known_.end()) watched.push_back(found->second);
+      if (found != known_.end() && !gone_.contains(id)) watched.push_back(found->second);
     }
     return watched;
   }
