@@ -227,12 +227,8 @@ MemberService::Options MemberOptions(const Config& config, std::string key, std:
   options.is_anywhere = config.interfaces.empty();
   options.log_level = config.log_level;
   options.silence_ns = ToNs(config.liveness_timeout_s);
-<<<<<<< ours
-  options.join_ns = ToNs(config.init_timeout_s) / 4;
-  options.most = static_cast<int>(config.slots);  // a rank without a slot has nothing to do
-=======
   options.join_ns = ToNs(std::max(config.init_timeout_s, kLongestJoinS));
->>>>>>> theirs
+  options.most = static_cast<int>(config.slots);  // a rank without a slot has nothing to do
   return options;
 }
 
