@@ -1,5 +1,5 @@
 /** @file
- * Farandole's C ABI: the only API that libfarandole.so exports.
+ * Farandole's C ABI: the only API that libfarandole.so exports. One file: C users include one.
  *
  * Rules. Handles are opaque and created and released in pairs. Every function returning int returns
  * a farandole_code; farandole_last_error() then has the error message for the calling thread.
@@ -263,8 +263,8 @@ FARANDOLE_API int farandole_generation_number(const farandole_context* context, 
 /** *is_due: whether processes wait to be let into this elastic job, as farandole_reinit of all
  * ranks does. Rank 0 is sure to know. */
 FARANDOLE_API int farandole_change_is_due(const farandole_context* context, int* is_due);
-/** Where `rank`, or -1: all ranks, of this elastic job listen for newcomers, as init_options.members
- * has it; "" if it is none. Valid until the thread's next farandole call. */
+/** Where `rank`, or -1: all ranks, of this elastic job listen for newcomers, as
+ * init_options.members has it; "" if it is none. Valid until the thread's next farandole call. */
 FARANDOLE_API int farandole_members(const farandole_context* context, int rank,
                                     const char** members);
 /** `size` ranks inside this process, one context per rank, for tests and tools; each may be used by

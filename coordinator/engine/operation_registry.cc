@@ -101,7 +101,7 @@ Result<Operation*> OperationRegistry::PrepareUnnamed(uint32_t set, OpKind kind,
   const KeyName name{set, kind, UnnamedName(kind, count % kUnnamedSlots)};
   auto holder = holders_.find({name.set, SpaceOf(name.kind), name.name});
   bool is_busy = holder != holders_.end() && holder->second->load() != nullptr;
-  // Release gives the name back first.
+  // Release sets the name free first.
   auto former = operations_.find(KeyView(set, kind, signature.function, name.name));
   if (former != operations_.end()) is_busy |= former->second->in_flight.load();
   if (is_busy) return static_cast<Operation*>(nullptr);

@@ -162,7 +162,7 @@ TEST_F(CAbi, RefusesNullByTheNameOfThePointer) {
   all.Try("reinit", farandole_reinit, "old - next", context, nullptr, &a_context);
   all.Try("generation_number", farandole_generation_number, "context number", context, &generation);
   all.Try("change_is_due", farandole_change_is_due, "context is_due", context, &due);
-  all.Try("members", farandole_members, "context members", context, -1, &members);
+  all.Try("members", farandole_members, "context - members", context, -1, &members);
   all.Try("shutdown", farandole_shutdown, "context", context);
   all.Try("shutdown_for", farandole_shutdown_for, "context -", context, 0);
   all.Try("leave_at_exit", farandole_leave_at_exit, "context - - -", context, 0, nullptr, 0);

@@ -21,12 +21,16 @@ LAYERS = ["core", "ops", "coordinator", "bindings", "examples"]
 #: interfaces of planes and devices, what the CPU planes share, and the planes; in `ops/gpu` the plane
 #: with the interface of its backends, and the backends; in `ops/p2p` the plane, and its links.
 INNER_LAYERS = {
-    "coordinator": [{"protocol", "membership"}, {"control"}, {"liveness"}, {"engine"}, {"diagnosis", "gradients"}, {"job"}],
+    "coordinator": [
+        {"protocol", "membership"}, {"control"}, {"liveness"}, {"engine"}, {"diagnosis", "gradients"}, {"job"},
+    ],
     "ops": [{""}, {"cpu"}, {"shm", "p2p", "hierarchical", "gpu"}],
     "ops/gpu": [{""}, {"cuda", "nccl"}],
     "ops/p2p": [{""}, {"mpi", "tcp"}],
 }
-LEVELLED = ("core/", "coordinator/protocol/", "coordinator/membership/", "coordinator/control/", "coordinator/diagnosis/")
+LEVELLED = (
+    "core/", "coordinator/protocol/", "coordinator/membership/", "coordinator/control/", "coordinator/diagnosis/"
+)  # fmt: skip
 TOP_LEVEL = {
     "CMakeLists.txt", "core", "coordinator", "ops", "bindings", "examples", "test", "setup.py",
     "README.md", "pyproject.toml", "LICENSE", "CHANGELOG.md", "docs", "findings",
@@ -139,7 +143,7 @@ def environment(tree: Tree) -> Iterator[str]:
 
 
 def threads(tree: Tree) -> Iterator[str]:
-    """Threads are started by the engine, launch queue, timeline, flight recorder, hub of sockets, bootstrap and members."""
+    """Threads are started by engine, launch queue, timeline, flight recorder, hub of sockets, bootstrap and members."""
     start = re.compile(r"\bstd::(?:jthread|async)\b|\bstd::thread\b(?!::)|\bpthread_create\b")
     for path, number, line in lines_of(tree):
         if folder(path) in ("examples", "test"):

@@ -28,14 +28,9 @@ from typing import Any, Final, NamedTuple
 from farandole import _activity as _activity  # of _core, which asks it when imports may be locked
 from farandole import _core, _horovod, _store, exceptions
 from farandole.exceptions import (
-    AbortedError,
-    GenerationEndedError,
-    HorovodInternalError,
-    JobHaltedError,
-    MismatchError,
-    OperationTimeoutError,
+    AbortedError, GenerationEndedError, HorovodInternalError, JobHaltedError, MismatchError, OperationTimeoutError,
     PeerLostError,
-)
+)  # fmt: skip
 
 __all__ = [
     "ProcessSet", "add_process_set", "ccl_built", "counters", "cross_rank", "cross_size",
@@ -179,8 +174,8 @@ def init(
             contributions are added up in the order of ranks.
         elastic: The job can go on with other ranks: see :func:`farandole.reinit`. The same on all ranks; also
             FARANDOLE_ELASTIC=1. Over TCP.
-        members: Where ranks of a running elastic job listen, as :func:`farandole.members` says it: this process asks them
-            to be let in, and takes the rank that they give it. Also FARANDOLE_MEMBERS.
+        members: Where ranks of a running elastic job listen, as :func:`farandole.members` says it: this process asks
+            them to be let in, and takes the rank that they give it. Also FARANDOLE_MEMBERS.
 
     Raises:
         ValueError: A setting or an argument is invalid; the message names it and its range. Arguments and
@@ -218,15 +213,9 @@ def init(
 
 
 def _join(
-    rank: int | None,
-    size: int | None,
-    local_rank: int | None,
-    address: str | None,
-    store: Any,
-    slots: int,
-    elastic: bool,
-    members: str | None,
-) -> _core.Context:
+    rank: int | None, size: int | None, local_rank: int | None, address: str | None, store: Any, slots: int,
+    elastic: bool, members: str | None,
+) -> _core.Context:  # fmt: skip
     is_new = bool(members or os.environ.get("FARANDOLE_MEMBERS"))
     if store is None and address is None and size != 1 and not is_new:
         found = _store.find()
