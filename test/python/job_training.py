@@ -128,7 +128,7 @@ def main(name: str, folder: str, *words: str) -> None:
         step = options.get(f"{what}{os.environ.get('RANK')}")
         if step is not None:
             harm(job, what, int(step))
-    if folder and farandole.rank() == 0 and farandole.members():
+    if f"wait{farandole.rank()}" in options:
         pathlib.Path(folder, "members").write_text(farandole.members())
     for epoch in job.epochs(int(options.get("epochs", 2))):
         assert epoch.metrics.keys() == {"loss", "right"}
