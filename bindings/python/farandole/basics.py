@@ -28,9 +28,14 @@ from typing import Any, Final, NamedTuple
 from farandole import _activity as _activity  # of _core, which asks it when imports may be locked
 from farandole import _core, _horovod, _store, exceptions
 from farandole.exceptions import (
-    AbortedError, GenerationEndedError, HorovodInternalError, JobHaltedError, MismatchError, OperationTimeoutError,
+    AbortedError,
+    GenerationEndedError,
+    HorovodInternalError,
+    JobHaltedError,
+    MismatchError,
+    OperationTimeoutError,
     PeerLostError,
-)  # fmt: skip
+)
 
 __all__ = [
     "ProcessSet", "add_process_set", "ccl_built", "counters", "cross_rank", "cross_size",
@@ -198,7 +203,8 @@ def init(
         with _horovod.settings(), exit_code_if_halted():
             _Process.default = Context(_join(rank, size, local_rank, address, store, slots or 0, elastic, members))
         _horovod.report(*_Process.default.topology[:2])
-        _report_member_address(_Process.default)
+        if address := _Process.default.core.members(_Process.default.topology.rank):
+            _tell_launcher(json.dumps({"member": address}))
         _mark_copies_of_the_environment()
         try:
             if comm is not None:
@@ -695,12 +701,6 @@ def _tell_launcher(report: str) -> None:
     if pathlib.Path(_Process.report_path).is_fifo():  # a name of /proc, which in a container can be another file's
         with contextlib.suppress(OSError), open(_Process.report_path, "w") as file:
             file.write(report + "\n")
-
-
-def _report_member_address(context: Context) -> None:
-    """Tells ``farandolerun`` where this rank of an elastic job listens, so that those that it starts later can join."""
-    if address := context.core.members(context.topology.rank):
-        _tell_launcher(json.dumps({"member": address}))
 
 
 def _make_report(text: str, is_consequence: bool, facts: Mapping[str, Any]) -> str:
