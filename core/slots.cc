@@ -10,7 +10,8 @@ namespace {
 
 /// Of the lowest node that holds both, which have no slot in common.
 int JointLevel(SlotRange a, SlotRange b) {
-  return std::bit_width(static_cast<unsigned>(a.begin) ^ static_cast<unsigned>(b.begin));
+  const auto differing = static_cast<unsigned>(a.begin) ^ static_cast<unsigned>(b.begin);
+  return static_cast<int>(std::bit_width(differing));
 }
 
 }  // namespace
