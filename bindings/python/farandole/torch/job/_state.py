@@ -55,7 +55,7 @@ class TrainingState:
             ValueError: The model or the optimizer has other parameters; or does not restore its state exactly.
         """
         own = self.tree()["model"]
-        for name in own.keys() | tree["model"].keys():
+        for name in {**own, **tree["model"]}:
             mine, given = (None if t is None else (t.dtype, t.shape) for t in (own.get(name), tree["model"].get(name)))
             if mine != given:
                 raise ValueError(f'"{name}" of the model: here {mine}, in the state {given}')
