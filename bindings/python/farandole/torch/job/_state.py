@@ -48,6 +48,10 @@ class TrainingState:
             "progress": self.progress,
         }
 
+    def shapes(self) -> dict[str, str]:
+        """The dtypes and shapes of the model's tensors, by name."""
+        return {name: f"{one.dtype} {list(one.shape)}" for name, one in self.tree()["model"].items()}
+
     def load(self, tree: Mapping[str, Any]) -> None:
         """Takes over what :meth:`tree` gave, on this rank or another.
 
