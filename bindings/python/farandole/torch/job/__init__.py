@@ -313,7 +313,7 @@ class Job:
             return self._step()
         self._update(present, integers, sums)
         self._final = max(self._final, notes.durable if self._checkpoints else self.steps - 2)
-        self.stop_requested = bool(notes.stops)
+        self.stop_requested = bool(notes.stops) or notes.leaves == basics.topology().size  # nobody would be left
         if notes.leaves and self._wants_leave and not self.stop_requested:
             farandole.shutdown()
             raise SystemExit(0)
