@@ -14,6 +14,7 @@ import json
 import os
 import pathlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -46,12 +47,15 @@ class Chain:
         self.close()
         if not writes or self._path is None:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        size = os.fstat(self._file).st_size
-        tail = os.pread(self._file, _TAIL_BYTES, max(0, size - _TAIL_BYTES))
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            size = os.fstat(self._file).st_size
+            tail = os.pread(self._file, _TAIL_BYTES, max(0, size - _TAIL_BYTES))
+        except OSError as error:
+            return self._give_up(error)
         if tail and not tail.endswith(b"\n"):  # of a writer that was killed
-            os.write(self._file, b"\n")
+            self._write(b"\n")
         if not tail:
             self.write(self._header)
         last = [line["step"] for line in _lines(tail.decode(errors="replace")) if "step" in line]
@@ -67,9 +71,23 @@ class Chain:
             self.write(make())
 
     def write(self, line: Line) -> None:
-        """Any line, on the rank that writes. Thread safety: from any thread."""
-        if self._file >= 0:
-            os.write(self._file, (json.dumps(line) + "\n").encode())
+        """Any line, on the rank that writes; none after one that could not be written, of which it has warned.
+
+        Thread safety: from any thread.
+        """
+        if self._file >= 0 and self._path is not None:
+            self._write((json.dumps(line) + "\n").encode())
+
+    def _write(self, data: bytes) -> None:
+        try:
+            os.write(self._file, data)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """Warns that no line is written any more: for want of one no training ends."""
+        path, self._path = self._path, None
+        warnings.warn(f"the chain of hashes {path} is not written any more: {error}", RuntimeWarning, stacklevel=3)
 
     def close(self) -> None:
         """Until :meth:`start`."""

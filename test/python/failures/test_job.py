@@ -105,6 +105,31 @@ def test_a_flipped_bit_is_named_with_its_step_and_tensor(tmp_path, capsys):
     assert code == 1 and expected in text
 
 
+@pytest.mark.parametrize(("target", "said"), [("/dev/full", "No space left"), ("/dev/null/no", "Not a directory")])
+def test_a_chain_that_cannot_be_written_is_one_warning(tmp_path, target, said):
+    (tmp_path / "link.jsonl").symlink_to(target)
+    of_a_full_disk = chain.Chain(tmp_path / "link.jsonl", {"chain": 1})
+    with pytest.warns(RuntimeWarning, match=f"the chain of hashes .* is not written any more: .*{said}") as warned:
+        of_a_full_disk.start(True, 0, {})
+        of_a_full_disk.append(0, lambda: {"step": 0})
+        of_a_full_disk.start(True, 1, {})
+    assert len(warned) == 1
+    of_a_full_disk.close()
+
+
+def test_ranks_that_made_other_models_all_get_the_first_tensor_that_differs():
+    program = (
+        "import torch, farandole as fl, farandole.torch as ft\nfl.init(slots=2)\n"
+        "model = torch.nn.Linear(2, 3 + fl.rank())\n"
+        "job = ft.Job(model, torch.optim.SGD(model.parameters(), 1), [0] * 2, slots=2, batch_size=1)\n"
+        "job.step(print)\n"
+        "try: next(job.epochs(1))\nexcept fl.exceptions.MismatchError as error: print(error)\n"
+    )
+    said = "Job: weight is 'torch.float32 [3, 2]' on rank 0 and 'torch.float32 [4, 2]' on rank 1; it is part of"
+    outputs = communicate(start_forked(2, ["-c", program]))
+    assert [last_line(output)[: len(said)] for output in outputs] == [said] * 2
+
+
 def test_chains_of_other_jobs_and_torn_lines(tmp_path, capsys):
     header = chain.settings_line({"seed": 1}, ["w"])
     lines = [header, {"step": 0, "gradients": "1", "tensors": "0001"}, {"step": 1, "gradients": "2", "tensors": "0002"}]

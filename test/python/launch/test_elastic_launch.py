@@ -120,6 +120,20 @@ def test_a_rank_that_is_lost_is_started_again_as_a_newcomer_after_waits_that_dou
     assert finish(tmp_path, job) == (0, "")
 
 
+def test_a_newcomer_that_comes_after_the_end_is_ended_without_a_word(tmp_path, launch):
+    late = """
+import os, time
+if "FARANDOLE_MEMBERS" in os.environ:
+    print("asks", flush=True)
+    time.sleep(600)
+"""
+    job = launch("-np", 2, "--blacklist-cooldown-range", "0.1", "0.1", program=late + MEMBER)
+    job.ranks(2)[0].kill()
+    job.wait_for(r"[^\n]* is started again in 0.1 s\n")
+    job.wait_for(r"\[0\] asks\n")
+    assert finish(tmp_path, job) == (0, "")
+
+
 @pytest.mark.parametrize(("end", "said"), [
     ("75", r"has halted \(exit code 75\), as it reached too few of the others"), ("3", "ended with exit code 3"),
 ])  # fmt: skip

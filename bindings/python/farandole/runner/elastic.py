@@ -37,6 +37,7 @@ from farandole.runner.supervisor import Channel, start_thread
 
 HALTED = 75  # the exit code of a rank that must not go on, as it reaches too few others
 LEAVE_S = 30.0  # from the notice that a rank is to leave to SIGKILL: it finishes its step
+LAST_S = 1.0  # that newcomers get after the last end with exit code 0, to say that they have joined
 CALM_S = 60.0  # who has lived so long waits the least again
 POLL_S = 1.0  # of the discovery script, and of the ports of ranks that no supervisor of ours reports
 _PROBE_TIMEOUT_S = 2.0
@@ -273,6 +274,7 @@ class ElasticJob(HostsJob):
         self._has_begun = False
         self._anew_at_s: float | None = None  # when all ranks are started anew
         self._is_done = False  # training is over: nothing is started any more
+        self._done_s = 0.0  # when a rank last ended with exit code 0
         self._is_concluded = False
         self._script_error = ""
 
@@ -585,6 +587,7 @@ class ElasticJob(HostsJob):
 
     def _take_end(self, place: _Place, end: _End, now_s: float, code: int = 1) -> None:
         """Takes the end of a rank, and decides what becomes of its place and of the job."""
+        has_joined = bool(place.address)
         place.is_running, place.address, place.has_fault = False, "", end.is_fault
         self._save()
         if self.is_stopping:
@@ -592,8 +595,10 @@ class ElasticJob(HostsJob):
         elif self._anew_at_s is not None:
             pass  # all are to end
         elif code == 0 and not place.is_leaving:
-            self._is_done = True
+            self._is_done, self._done_s = True, now_s
             self._note_early(place, code, now_s)
+        elif self._is_done and self._has_begun and not has_joined and end.is_from_outside:
+            pass  # a newcomer that came too late
         elif self._is_done:
             self._late_code = end.code or self._late_code
             if self._has_begun and code != 0:
@@ -707,6 +712,8 @@ class ElasticJob(HostsJob):
                 self._make_places(now_s)
                 self._start_newcomers(now_s)
         self._kill_late(now_s)
+        if self._is_done and self._has_begun and now_s >= self._done_s + LAST_S:
+            self._end_newcomers()
         self._dismiss_idle(but_listed=True)
         self._check_number(now_s)
         if self._is_done and not any(one.is_running for one in self._places.values()):
@@ -716,6 +723,13 @@ class ElasticJob(HostsJob):
         for place in self._places.values():
             if now_s >= place.kill_at_s:
                 place.kill_at_s = math.inf
+                self._signal(place, signal.SIGKILL)
+
+    def _end_newcomers(self) -> None:
+        """Ends those that nobody lets in any more, as none of the job's ranks runs."""
+        running = [place for place in self._places.values() if place.is_running]
+        if not any(place.address for place in running):
+            for place in running:
                 self._signal(place, signal.SIGKILL)
 
     def _check_number(self, now_s: float) -> None:

@@ -241,13 +241,16 @@ class Job:
         self._gradients.start_generation(place.size == 1)
         ranks = allgather_object(
             {"step": -1 if self._is_fresh else self.steps, "stops": self.stop_requested,
-             "settings": self._settings, "platform": _platform(), "end": self._own_slots.stop}, "job.ranks",
+             "settings": self._settings, "platform": _platform(), "end": self._own_slots.stop,
+             "model": self._state.shapes() if self._is_fresh else {}}, "job.ranks",
         )  # fmt: skip
-        _compare_settings(ranks)
+        _compare(ranks, "settings")
+        _compare(ranks, "platform")
         if ranks[-1]["end"] != self._slots:
             raise ValueError(f"Job(slots={self._slots}) in a job that farandole.init(slots={ranks[-1]['end']}) began")
         steps = [facts["step"] for facts in ranks]
         if max(steps) < 0:
+            _compare(ranks, "model")
             self._restore()
             steps = allgather_object(self.steps, "job.steps")
         leader = steps.index(max(steps))
@@ -310,7 +313,7 @@ class Job:
             return self._step()
         self._update(present, integers, sums)
         self._final = max(self._final, notes.durable if self._checkpoints else self.steps - 2)
-        self.stop_requested = bool(notes.stops)
+        self.stop_requested = bool(notes.stops) or notes.leaves == basics.topology().size  # nobody would be left
         if notes.leaves and self._wants_leave and not self.stop_requested:
             farandole.shutdown()
             raise SystemExit(0)
@@ -517,15 +520,15 @@ def _platform() -> dict[str, str]:
     return {"torch": str(torch.__version__), "cpu": torch.backends.cpu.get_cpu_capability()}  # a str, which loads again
 
 
-def _compare_settings(ranks: Sequence[Mapping[str, Any]]) -> None:
-    for kind in ("settings", "platform"):
-        for name, value in ranks[0][kind].items():
-            for rank, facts in enumerate(ranks):
-                if facts[kind].get(name) != value:
-                    raise MismatchError(
-                        f"Job: {name} is {value!r} on rank 0 and {facts[kind].get(name)!r} on rank {rank}; it is part "
-                        "of the result and must be the same"
-                    )
+def _compare(ranks: Sequence[Mapping[str, Any]], kind: str) -> None:
+    mine = ranks[0][kind]
+    for rank, facts in enumerate(ranks):
+        for name in {**mine, **facts[kind]}:
+            if facts[kind].get(name) != mine.get(name):
+                raise MismatchError(
+                    f"Job: {name} is {mine.get(name)!r} on rank 0 and {facts[kind].get(name)!r} on rank {rank}; it is "
+                    "part of the result and must be the same"
+                )
 
 
 def _hash_of_names(names: Sequence[str]) -> int:

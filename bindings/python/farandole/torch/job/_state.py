@@ -48,6 +48,10 @@ class TrainingState:
             "progress": self.progress,
         }
 
+    def shapes(self) -> dict[str, str]:
+        """The dtypes and shapes of the model's tensors, by name."""
+        return {name: f"{one.dtype} {list(one.shape)}" for name, one in self.tree()["model"].items()}
+
     def load(self, tree: Mapping[str, Any]) -> None:
         """Takes over what :meth:`tree` gave, on this rank or another.
 
@@ -55,7 +59,7 @@ class TrainingState:
             ValueError: The model or the optimizer has other parameters; or does not restore its state exactly.
         """
         own = self.tree()["model"]
-        for name in own.keys() | tree["model"].keys():
+        for name in {**own, **tree["model"]}:
             mine, given = (None if t is None else (t.dtype, t.shape) for t in (own.get(name), tree["model"].get(name)))
             if mine != given:
                 raise ValueError(f'"{name}" of the model: here {mine}, in the state {given}')
