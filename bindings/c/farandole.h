@@ -203,9 +203,10 @@ typedef struct farandole_init_options {
    * that do not get an error after a second, not only when all their threads wait. The same on all
    * ranks. */
   int in_order;
-  /** Parts of each step's work, from the number of ranks to 65536: sums and averages of floats over
-   * all ranks have the same bits for any number of ranks if each contributes the sum of its slots
-   * (farandole_slot_range). The same on all ranks; 0: as FARANDOLE_SLOTS says, or, apart, none. */
+  /** Parts of each step's work, from the number of ranks to 65536: sums of floats over all ranks
+   * have the same bits for any number of ranks if each contributes the sum of its slots
+   * (farandole_slot_range), and averages are these divided by the number of ranks. The same on all
+   * ranks; 0: as FARANDOLE_SLOTS says, or, apart, none. */
   int slots;
   /** 1: the job is elastic, as by FARANDOLE_ELASTIC=1: see farandole_reinit. The same on all ranks.
    */
