@@ -120,6 +120,7 @@ class MemberService {
   void Take(const MemberMail::Event& event);
   void Say(const std::string& what);
   void Perform();
+  void Perform(MembershipAction& action);
   void Open();
   void End();
   void EndIfComplete();
