@@ -255,7 +255,8 @@ typedef struct farandole_reinit_options {
  * *next NULL begins. PENDING, after options->timeout_s (options NULL: no limit): call it again with
  * the same arguments; or, with *next not NULL, farandole_release(*next) gives up and leaves the
  * job. Errors: HALTED, with the reason, if others may go on without this process; INVALID_ARGUMENT
- * for a job that is not elastic, or over MPI, or in one process. After an error *next is NULL and
+ * for a job that is not elastic, or over MPI, or in one process, or that this process has left by
+ * farandole_shutdown. After any error *next is NULL, and after another one than INVALID_ARGUMENT
  * this process has left the job. */
 FARANDOLE_API int farandole_reinit(farandole_context* old, const farandole_reinit_options* options,
                                    farandole_context** next);

@@ -465,6 +465,11 @@ void MemberService::Leave() {
   Stop(lock);
 }
 
+bool MemberService::has_left() {
+  const Lock lock(mutex_);
+  return stops_;
+}
+
 bool MemberService::change_is_due() {
   const Lock lock(mutex_);
   return machine_ && !machine_->askers().empty();

@@ -525,7 +525,7 @@ TEST_F(CAbi, RefusesFloatsOnAGpuInAJobWithSlots) {
 }
 
 // The last one of its job agrees with nobody: what it has to do follows at once.
-TEST(Elastic, GoesOnAloneAtOnce) {
+TEST(Elastic, GoesOnAloneAtOnceUntilItLeaves) {
   farandole_init_options options = FARANDOLE_INIT_OPTIONS;
   options.is_elastic = 1;
   farandole_context* job = nullptr;
@@ -540,6 +540,8 @@ TEST(Elastic, GoesOnAloneAtOnce) {
   }
   EXPECT_LT(fastest, std::chrono::milliseconds(50));
   EXPECT_EQ(farandole_shutdown(job), FARANDOLE_OK);
+  EXPECT_EQ(farandole_reinit(job, nullptr, &next), FARANDOLE_INVALID_ARGUMENT);
+  EXPECT_THAT(farandole_last_error(), HasSubstr("has left the job"));
   farandole_release(job);
 }
 
