@@ -107,9 +107,10 @@ const std::array kSettings = {
             "Whether only allreduces work while some ranks have joined, and other collectives "
             "fail, as in Horovod and in farandole.compat."},
     Setting{"FARANDOLE_SLOTS", &Config::slots, "slots", 0, kMostSlots, true,
-            "Parts of each step's work, at least as many as ranks. Sums and averages of floats "
+            "Parts of each step's work, at least as many as ranks. Sums of floats "
             "over all ranks, on the CPU, then have the same bits for any number of ranks if each "
-            "contributes the sum of its slots; 0: they are added up in the order of ranks. What "
+            "contributes the sum of its slots, and averages are these divided by the number of "
+            "ranks; 0: they are added up in the order of ranks. What "
             "init is given wins; jobs that torch.distributed makes have none."},
     Setting{"FARANDOLE_NAN_CHECK", &Config::nan_check, "", 0, 0, false,
             "Whether inputs of allreduces and reducescatters in host memory are searched for nan "

@@ -142,7 +142,7 @@ class PlaneOperation {
 /// With `Batch::slots` the sum takes the order of the tree over the slots instead of rank order
 /// (core/slots.h), in sets that span hosts too, and an average is that sum divided once. So if
 /// members contribute the sums of their slots, each evaluated in the same tree and rounded neither
-/// by the dtype nor by `wire` (float32 and float64 as they are), the result has the same bits for
+/// by the dtype nor by `wire` (float32 and float64 as they are), their sum has the same bits for
 /// any number of members. A 16-bit float is a contribution that has been rounded: bits then depend
 /// on where the tree is cut. The 8-bit wire has no such order; OperationRegistry refuses it.
 ///

@@ -203,9 +203,10 @@ typedef struct farandole_init_options {
    * that do not get an error after a second, not only when all their threads wait. The same on all
    * ranks. */
   int in_order;
-  /** Parts of each step's work, from the number of ranks to 65536: sums and averages of floats over
-   * all ranks have the same bits for any number of ranks if each contributes the sum of its slots
-   * (farandole_slot_range). The same on all ranks; 0: as FARANDOLE_SLOTS says, or, apart, none. */
+  /** Parts of each step's work, from the number of ranks to 65536: sums of floats over all ranks
+   * have the same bits for any number of ranks if each contributes the sum of its slots
+   * (farandole_slot_range), and averages are these divided by the number of ranks. The same on all
+   * ranks; 0: as FARANDOLE_SLOTS says, or, apart, none. */
   int slots;
   /** 1: the job is elastic, as by FARANDOLE_ELASTIC=1: see farandole_reinit. The same on all ranks.
    */
@@ -254,7 +255,8 @@ typedef struct farandole_reinit_options {
  * *next NULL begins. PENDING, after options->timeout_s (options NULL: no limit): call it again with
  * the same arguments; or, with *next not NULL, farandole_release(*next) gives up and leaves the
  * job. Errors: HALTED, with the reason, if others may go on without this process; INVALID_ARGUMENT
- * for a job that is not elastic, or over MPI, or in one process. After an error *next is NULL and
+ * for a job that is not elastic, or over MPI, or in one process, or that this process has left by
+ * farandole_shutdown. After any error *next is NULL, and after another one than INVALID_ARGUMENT
  * this process has left the job. */
 FARANDOLE_API int farandole_reinit(farandole_context* old, const farandole_reinit_options* options,
                                    farandole_context** next);

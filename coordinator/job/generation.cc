@@ -422,6 +422,9 @@ void Generation::BeginAlone() {
 
 Result<std::unique_ptr<Generation>> Generation::BeginNext(Generation& ended) {
   if (ended.service_ == nullptr) return InvalidArgument(kNotElastic);
+  if (ended.service_->has_left()) {
+    return InvalidArgument("reinit: this process has left the job; init() joins one");
+  }
   if (std::exchange(ended.is_succeeded_, true)) {
     return InvalidArgument(
         "reinit: this generation has been followed by another one, or by an error");

@@ -51,6 +51,7 @@ struct MemberMail::Connection {
   std::optional<StreamWriter> writer = {};
   std::vector<std::byte> out = {};
   int64_t deadline_ns = SteadyClock().NowNs() + kAnswerNs;
+  int64_t connected_until_ns = 0;  // its deadline from then on
   bool has_ended = false;
   int error = 0;  // of the system, if it has ended by one
   std::optional<bool> taken = {};
@@ -152,6 +153,7 @@ void MemberMail::Advance(Connection& connection) {
     socklen_t size = sizeof error;
     (void)getsockopt(connection.socket, SOL_SOCKET, SO_ERROR, &error, &size);
     if (error != 0) return connection.End(error);
+    connection.deadline_ns = connection.connected_until_ns;
     connection.out = connection.handshake.TakeOutput();
   }
   Flush(connection);
@@ -236,7 +238,8 @@ void MemberMail::Send(const Member& to, std::string text) {
 void MemberMail::Connect(Outgoing& outgoing) {
   const SocketAddress address =
       outgoing.next < outgoing.where.size() ? outgoing.where[outgoing.next] : SocketAddress();
-  ++outgoing.next;
+  const int64_t now_ns = SteadyClock().NowNs();
+  if (outgoing.next++ == 0) outgoing.until_ns = now_ns + kAnswerNs;
   const int socket =
       ::socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, IPPROTO_TCP);
   const int error = socket < 0 ? errno : 0;
@@ -244,7 +247,8 @@ void MemberMail::Connect(Outgoing& outgoing) {
       socket, Handshake::Connect(party_, {.role = StreamRole::kMember}, party_.rank));
   Connection& connection = *outgoing.connection;
   const auto count = static_cast<int64_t>(std::max<size_t>(outgoing.where.size(), 1));
-  connection.deadline_ns = SteadyClock().NowNs() + kAnswerNs / count;
+  connection.deadline_ns = std::min(now_ns + kAnswerNs / count, outgoing.until_ns);
+  connection.connected_until_ns = outgoing.until_ns;
   connection.message.assign(reinterpret_cast<const char*>(&outgoing.to.id), sizeof(MemberId));
   connection.message += outgoing.texts.front();
   connection.is_connecting = true;
@@ -276,8 +280,10 @@ void MemberMail::Settle(Outgoing& outgoing) {
     outgoing.error += (outgoing.error.empty() ? "" : "; ") +
                       outgoing.where[outgoing.next - 1].ToString() + ": " + why;
   }
-  if (outgoing.next < outgoing.where.size()) return Connect(outgoing);
-  const bool is_gone = outgoing.is_gone && !outgoing.where.empty();
+  const bool has_time = SteadyClock().NowNs() < outgoing.until_ns;
+  if (outgoing.next < outgoing.where.size() && has_time) return Connect(outgoing);
+  const bool is_gone =
+      outgoing.next >= outgoing.where.size() && outgoing.is_gone && !outgoing.where.empty();
   events_.push_back({is_gone ? Event::Kind::kGone : Event::Kind::kLost, outgoing.to,
                      outgoing.error.empty() ? "it has no address" : outgoing.error});
   outgoing.texts.clear();

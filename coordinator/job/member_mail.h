@@ -24,8 +24,9 @@ namespace farandole {
 /// Listens for messages and sends them.
 ///
 /// To one process they are sent one after the other, each once the one before is answered, and are
-/// lost together when one is. At most 64 accepted connections have not proven the key, and each has
-/// 2 s for it; the oldest makes way for a further one.
+/// lost together when one is. Its addresses share the time to connect; whoever listens at one of
+/// them has all that is left for its answer. At most 64 accepted connections have not proven the
+/// key, and each has 2 s for it; the oldest makes way for a further one.
 ///
 /// Thread safety: Wake from any thread, the rest by one. Nothing blocks but Poll.
 class MemberMail {
@@ -65,6 +66,7 @@ class MemberMail {
     Member to = {};
     std::vector<SocketAddress> where = {};
     size_t next = 0;         // address
+    int64_t until_ns = 0;    // for an answer, from the first one on
     bool is_gone = true;     // every address so far says so
     std::string error = {};  // of them
     std::deque<std::string> texts = {};

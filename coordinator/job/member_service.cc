@@ -240,33 +240,40 @@ void MemberService::Say(const std::string& what) {
   if (log_.Enabled(LogLevel::kDebug)) log_.Write(LogLevel::kDebug, what);
 }
 
+// What one action leads to may be others, which are due at once.
 void MemberService::Perform() {
-  for (MembershipAction& action : machine_->TakeActions()) {
-    Say(Describe(action));
-    switch (action.kind) {
-      case MembershipAction::Kind::kSend:
-        outbox_.emplace_back(
-            action.to, static_cast<char>(Text::kMembership) + EncodeMembership(action.message));
-        break;
-      case MembershipAction::Kind::kOpen:
-        Open();
-        break;
-      case MembershipAction::Kind::kJoin:
-        assignment_ = {std::move(action.list), action.rank, nullptr};
-        if (action.rank == 0) assignment_->listener = std::exchange(listener_, nullptr);
-        is_taken_ = is_given_up_ = false;
-        ping_ns_ = 0;
-        break;
-      case MembershipAction::Kind::kEnd:
-        End();
-        break;
-      case MembershipAction::Kind::kHalt:
-        halted_ = action.text;
-        if (running_.end) running_.end(Aborted(halted_));
-        SayLeave();
-        break;
-    }
+  for (auto actions = machine_->TakeActions(); !actions.empty();
+       actions = machine_->TakeActions()) {
+    for (MembershipAction& action : actions) Perform(action);
     changed_.notify_all();
+  }
+}
+
+void MemberService::Perform(MembershipAction& action) {
+  Say(Describe(action));
+  switch (action.kind) {
+    case MembershipAction::Kind::kSend:
+      outbox_.emplace_back(action.to,
+                           static_cast<char>(Text::kMembership) + EncodeMembership(action.message));
+      break;
+    case MembershipAction::Kind::kOpen:
+      Open();
+      break;
+    case MembershipAction::Kind::kJoin:
+      assignment_ = {std::move(action.list), action.rank, nullptr};
+      if (action.rank == 0) assignment_->listener = std::exchange(listener_, nullptr);
+      is_taken_ = is_given_up_ = false;
+      ping_ns_ = 0;
+      break;
+    case MembershipAction::Kind::kEnd:
+      End();
+      break;
+    case MembershipAction::Kind::kHalt:
+      halted_ = action.text;
+      is_given_up_ = true;  // a join that nobody else waits for any more
+      if (running_.end) running_.end(Aborted(halted_));
+      SayLeave();
+      break;
   }
 }
 
@@ -456,6 +463,11 @@ void MemberService::Leave() {
   (void)changed_.wait_for(lock, std::chrono::nanoseconds(kLeaveNs),
                           [this] { return is_idle_ && outbox_.empty(); });
   Stop(lock);
+}
+
+bool MemberService::has_left() {
+  const Lock lock(mutex_);
+  return stops_;
 }
 
 bool MemberService::change_is_due() {

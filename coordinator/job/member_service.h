@@ -100,6 +100,8 @@ class MemberService {
   /// This process leaves: within 2 s the others know. It is a member no more.
   void Leave();
 
+  /// By Leave.
+  bool has_left();
   /// Newcomers wait to be let in. Rank 0 is sure to know.
   bool change_is_due();
   /// The newest list that has started.
@@ -120,6 +122,7 @@ class MemberService {
   void Take(const MemberMail::Event& event);
   void Say(const std::string& what);
   void Perform();
+  void Perform(MembershipAction& action);
   void Open();
   void End();
   void EndIfComplete();

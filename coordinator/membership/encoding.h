@@ -15,7 +15,7 @@ namespace farandole {
 inline constexpr size_t kMaxMembershipBytes = size_t{16} << 20;
 inline constexpr int kMaxMembers = 16'384;
 inline constexpr int kMaxPendingLists = 1'024;
-inline constexpr size_t kMaxAddressBytes = 512;
+inline constexpr size_t kMaxAddressBytes = 4096;  ///< All addresses of a host.
 
 std::string EncodeMembership(const MembershipMessage& message);
 /// @return Internal that names the field, for bytes that no machine would have sent: beyond limits,

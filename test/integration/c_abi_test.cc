@@ -4,8 +4,10 @@
 #include <gtest/gtest.h>
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <deque>
 #include <fstream>
 #include <map>
@@ -17,6 +19,7 @@
 #include <thread>
 #include <tuple>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "bindings/c/farandole.h"
@@ -518,6 +521,27 @@ TEST_F(CAbi, RefusesFloatsOnAGpuInAJobWithSlots) {
       << farandole_last_error();
   farandole_operation_release(an_operation);
   EXPECT_EQ(farandole_shutdown(job), FARANDOLE_OK);
+  farandole_release(job);
+}
+
+// The last one of its job agrees with nobody: what it has to do follows at once.
+TEST(Elastic, GoesOnAloneAtOnceUntilItLeaves) {
+  farandole_init_options options = FARANDOLE_INIT_OPTIONS;
+  options.is_elastic = 1;
+  farandole_context* job = nullptr;
+  ASSERT_EQ(farandole_init(&options, &job), FARANDOLE_OK) << farandole_last_error();
+  farandole_context* next = nullptr;
+  auto fastest = std::chrono::steady_clock::duration::max();
+  for (int i = 0; i < 10; ++i) {
+    const auto begin = std::chrono::steady_clock::now();
+    ASSERT_EQ(farandole_reinit(job, nullptr, &next), FARANDOLE_OK) << farandole_last_error();
+    fastest = std::min(fastest, std::chrono::steady_clock::now() - begin);
+    farandole_release(std::exchange(job, std::exchange(next, nullptr)));
+  }
+  EXPECT_LT(fastest, std::chrono::milliseconds(50));
+  EXPECT_EQ(farandole_shutdown(job), FARANDOLE_OK);
+  EXPECT_EQ(farandole_reinit(job, nullptr, &next), FARANDOLE_INVALID_ARGUMENT);
+  EXPECT_THAT(farandole_last_error(), HasSubstr("has left the job"));
   farandole_release(job);
 }
 

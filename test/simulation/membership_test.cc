@@ -132,6 +132,14 @@ TEST(MembershipEncoding, GivesBackWhatItWasGiven) {
   EXPECT_EQ(decoded.value(), Sample());
 }
 
+// A host may have dozens of networks, each with addresses of its own.
+TEST(MembershipEncoding, HoldsAllAddressesOfAHost) {
+  MembershipMessage message = Sample();
+  for (int i = 0; i < 40; ++i)
+    message.sender.address += ",[fd00:1234:5678:9abc::" + std::to_string(i) + "]:65535";
+  EXPECT_TRUE(Decoded(EncodeMembership(message)).ok());
+}
+
 TEST(MembershipEncoding, RefusesWhatNoMachineSends) {
   const std::string bytes = EncodeMembership(Sample());
   EXPECT_EQ(Decoded(bytes.substr(0, bytes.size() - 1)).code(), Code::kInternal);
@@ -144,7 +152,7 @@ TEST(MembershipEncoding, RefusesWhatNoMachineSends) {
   using testing::HasSubstr;
   EXPECT_THAT(refusal([](auto& m) { m.kind = MembershipMessage::Kind{9}; }), HasSubstr("kind 9"));
   EXPECT_THAT(refusal([](auto& m) { m.sender.id = 0; }), HasSubstr("without an id"));
-  EXPECT_THAT(refusal([](auto& m) { m.sender.host.assign(513, 'h'); }), HasSubstr("host"));
+  EXPECT_THAT(refusal([](auto& m) { m.sender.host.assign(4097, 'h'); }), HasSubstr("host"));
   EXPECT_THAT(refusal([](auto& m) { m.proposal.members[1].id = 1; }),
               HasSubstr("proposal has a member twice"));
   EXPECT_THAT(refusal([](auto& m) { m.pending.resize(1025); }), HasSubstr("1025 pending lists"));

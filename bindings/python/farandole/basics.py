@@ -173,10 +173,10 @@ def init(
             if it is initialized, is found without this. Rank 0 sets a key again for its next job. A prefix that
             is new for each job keeps processes that start later from what an earlier job has left. Threads of their
             own call it, one call after the other.
-        slots: Parts of each step's work, at least as many as ranks: sums and averages of floats over all ranks then
-            have the same bits for any number of ranks, if each contributes the sum of its slots, see
-            :func:`slot_range`. The same on all ranks. None or 0: as FARANDOLE_SLOTS says, by default none, and
-            contributions are added up in the order of ranks.
+        slots: Parts of each step's work, at least as many as ranks: sums of floats over all ranks then have the same
+            bits for any number of ranks, if each contributes the sum of its slots, see :func:`slot_range`; averages are
+            these sums divided by the number of ranks. The same on all ranks. None or 0: as FARANDOLE_SLOTS says, by
+            default none, and contributions are added up in the order of ranks.
         elastic: The job can go on with other ranks: see :func:`farandole.reinit`. The same on all ranks; also
             FARANDOLE_ELASTIC=1. Over TCP.
         members: Where ranks of a running elastic job listen, as :func:`farandole.members` says it: this process asks
