@@ -61,12 +61,13 @@ fl.shutdown()
 
 #: The same with Horovod's interface.
 WITH_A_STATE = """
-import json, os, pathlib, signal, sys
+import json, os, pathlib, signal, sys, warnings
 import torch
 import farandole.torch as hvd
 from farandole.torch import elastic
 
 folder = pathlib.Path(sys.argv[1])
+warnings.simplefilter("ignore")  # of each commit that it goes back to
 notes = open(folder / f"{os.getpid()}.json", "w")
 leaves = []
 signal.signal(signal.SIGUSR1, lambda *_: leaves.append(True))
