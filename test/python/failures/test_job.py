@@ -73,6 +73,11 @@ def test_sigterm_on_a_rank_stops_all_after_the_same_step(tmp_path):
     assert train(1, "mlp", tmp_path) == [undisturbed("mlp")]
 
 
+def test_sigterm_on_a_rank_of_an_elastic_job_makes_it_leave_after_its_step(tmp_path):
+    said = train(3, "conv", tmp_path, "term1=3", codes=[0, 143, 0], FARANDOLE_ELASTIC="1")
+    assert [said[0], said[2]] == [undisturbed("conv")] * 2
+
+
 def test_after_deaths_the_rest_goes_on_with_the_same_bits(tmp_path, capsys):
     said = train(3, "conv", tmp_path / "a", "die0=3", "die2=8", codes=[9, 0, 9], FARANDOLE_ELASTIC="1")
     assert said[1] == undisturbed("conv")

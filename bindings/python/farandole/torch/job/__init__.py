@@ -38,6 +38,7 @@ from farandole.torch.ops import allgather, allreduce_async_
 __all__ = ["Epoch", "Job"]
 
 _STOP, _LEAVE = "stop", "leave"
+_LEFT = 128 + signal.SIGTERM  # exit code
 _VALUES = "buffers and metrics"
 
 _Function = TypeVar("_Function", bound=Callable[[Any], Any])
@@ -95,8 +96,8 @@ class Job:
             undamaged one is found by itself, whatever number of ranks wrote it.
         checkpoint_steps: Steps from one checkpoint to the next; also at the end one is written.
         keep: How many checkpoints are kept.
-        signals: By signal, "stop": all ranks stop after the same step; or "leave": this rank's process ends after a
-            step, with code 0, and the others go on. Default: SIGTERM stops. Only in the main thread.
+        signals: By signal, "stop": all ranks stop after the same step; or "leave": as by :meth:`leave`. Default:
+            SIGTERM, in an elastic job to leave, else to stop. Only in the main thread.
     Raises:
         TypeError, ValueError: An argument is invalid, or something in it could not be repeated; the message names it.
     """
@@ -112,8 +113,7 @@ class Job:
         for name, number in {**numbers, "checkpoint_steps": checkpoint_steps, "keep": keep}.items():
             if not isinstance(number, int) or number < 1:
                 raise ValueError(f"Job({name}={number!r}): expected an integer of at least 1")
-        self._signals: dict[int, str] = {signal.SIGTERM: _STOP} if signals is None else dict(signals)
-        if not set(self._signals.values()) <= {_STOP, _LEAVE}:
+        if signals is not None and not set(signals.values()) <= {_STOP, _LEAVE}:
             raise ValueError(f'Job(signals={signals}): expected "stop" or "leave" for each signal')
         named = _check_model(model, optimizer)
         self._schedulers = _as_list(schedulers)
@@ -144,6 +144,8 @@ class Job:
         self.stop_requested = False
         if basics.find() is None:
             farandole.init(slots=slots)
+        notice: dict[int, str] = {signal.SIGTERM: _LEAVE if farandole.members() else _STOP}
+        self._signals = dict(notice if signals is None else signals)
 
     # What the user calls.
 
@@ -185,11 +187,14 @@ class Job:
             self._recovering(ops.barrier)  # so that a rank that is behind still finds one that is ahead
 
     def stop(self) -> None:
-        """Makes all ranks stop after the same step, as SIGTERM does. From any thread."""
+        """Makes all ranks stop after the same step. From any thread."""
         self._wants_stop = True
 
     def leave(self) -> None:
-        """Makes this rank leave after a step: the process ends with code 0, and the others go on. From any thread."""
+        """Makes this rank leave after a step: the process ends with code 143, and the others go on. From any thread.
+
+        If all want to leave, they stop. ``farandolerun`` takes code 0 for the end of the training.
+        """
         self._wants_leave = True
 
     def is_final(self, step: int) -> bool:
@@ -316,7 +321,7 @@ class Job:
         self.stop_requested = bool(notes.stops) or notes.leaves == basics.topology().size  # nobody would be left
         if notes.leaves and self._wants_leave and not self.stop_requested:
             farandole.shutdown()
-            raise SystemExit(0)
+            raise SystemExit(_LEFT)
         if (notes.leaves or notes.changes) and not self.stop_requested:
             self._regroup()
 
