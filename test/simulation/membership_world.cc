@@ -398,7 +398,8 @@ void MembershipWorld::Strike() {
     case 0:
     case 1:
       for (int i = random_.Percent(70) ? 1 : 3; i > 0; --i) {
-        Crash(random_.Below(static_cast<int>(processes_.size())), random_.Percent(70));
+        const bool is_seen = random_.Percent(70);  // compilers differ in the order of arguments
+        Crash(random_.Below(static_cast<int>(processes_.size())), is_seen);
       }
       return;
     case 2:

@@ -205,9 +205,16 @@ def test_before_the_job_has_begun_a_program_fails_or_ends_as_in_any_other(launch
 
 
 def test_a_rank_that_is_killed_before_the_job_has_begun_starts_it_anew(tmp_path, launch):
-    once = "import os, sys, time\nif not os.path.exists(sys.argv[1] + '/once'):\n"
-    once += "    if os.environ['FARANDOLE_RANK'] == '0': time.sleep(60)\n    open(sys.argv[1] + '/once', 'w')\n"
-    job = launch("-np", 2, program=once + "    os.kill(os.getpid(), 9)\n" + MEMBER)
+    once = """
+import os, sys, time
+mine = sys.argv[1] + "/once" + os.environ["FARANDOLE_RANK"]
+if not os.path.exists(mine):
+    open(mine, "w")
+    while mine[-1] == "0" or not os.path.exists(mine[:-1] + "0"):
+        time.sleep(0.01)
+    os.kill(os.getpid(), 9)
+"""
+    job = launch("-np", 2, program=once + MEMBER)
     job.wait_for("rank 1 on host .* ended by SIGKILL before the job had begun; all are started anew in 1 s")
     assert [one.rank for one in job.ranks(2)] == ["0", "1"]
     assert finish(tmp_path, job)[0] == 0

@@ -45,19 +45,16 @@ _Function = TypeVar("_Function", bound=Callable[[Any], Any])
 
 
 class Epoch(NamedTuple):
-    """What an epoch came to.
+    """What an epoch came to."""
 
-    Attributes:
-        number: From 0.
-        metrics: By name, the mean over its slots and steps, the same on every rank.
-    """
-
+    #: From 0.
     number: int
+    #: By name, the mean over its slots and steps, the same on every rank.
     metrics: dict[str, float]
 
 
 class Job:
-    """A training loop over slots. All ranks make one with the same arguments.
+    """A training loop over slots. All ranks make one with the same arguments::
 
         job = farandole.torch.Job(model, optimizer, dataset, slots=8, batch_size=16, checkpoint="run/")
 
