@@ -1,11 +1,11 @@
 """Disturbs a training at random until it ends, and compares its weights with those of an undisturbed one.
 
-    python test/fault/uninterrupted.py --ranks 4 --epochs 40 --every 1.5 --seed 1
+    python test/fault/uninterrupted.py --ranks 4 --epochs 40 --every 15 --seed 1
 
 Runs examples/uninterrupted.py alone, and by ``farandolerun --elastic --job`` on up to --ranks ranks of this host, of
 which it kills one or two, stops one until the others have gone on, or kills the launcher and starts it again, every
---every seconds on average. Prints how often what was done, and fails unless all digests are one. For a rank that is to
-be killed while the others recover, two deaths follow one another within 50 ms.
+--every steps on average. Prints how often what was done, and fails unless all steps and digests are the same. For a
+rank that is to be killed while the others recover, two deaths follow one another within 50 ms.
 """
 
 import argparse
@@ -50,6 +50,12 @@ class Training:
                     found.append(int(path.parent.name))
         return found
 
+    def steps(self) -> int:
+        """How many have been taken, those that a restart from a checkpoint has repeated as well."""
+        with contextlib.suppress(OSError):
+            return (self.folder / "run" / "chain.jsonl").read_text().count('"step"')
+        return 0
+
     def relaunch(self) -> None:
         self.launcher.kill()
         self.launcher.wait()
@@ -88,27 +94,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=40)
-    parser.add_argument("--every", type=float, default=1.5, help="seconds")
+    parser.add_argument("--every", type=float, default=15, help="steps")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder, draw = pathlib.Path(name), random.Random(given.seed)
         calm = [sys.executable, "uninterrupted.py", f"--folder={folder}/calm", f"--epochs={given.epochs}"]
         wanted = digests(subprocess.run(calm, cwd=EXAMPLES, capture_output=True, text=True, check=True).stdout)
-        training, done, until_s = Training(folder, given), collections.Counter[str](), time.monotonic() + LIMIT_S
-        while not (found := digests((folder / "output").read_text(errors="replace"))):
+        training, done, due = Training(folder, given), collections.Counter[str](), given.every
+        until_s = time.monotonic() + LIMIT_S
+        while training.launcher.poll() is None:
             assert time.monotonic() < until_s, (folder / "output").read_text(errors="replace")[-4000:]
-            time.sleep(draw.expovariate(1 / given.every))
-            done[disturb(training, draw)] += 1
-        code = training.launcher.wait(120)
-        text = (folder / "output").read_text(errors="replace")
-        print(f"{sum(done.values()) - done['nothing']} disturbances: {dict(done)}; exit code {code}")
-        for line in [line for line in text.splitlines() if "ranks:" in line]:
-            print(line)
-        found = digests(text)
-        print("one digest" if found == wanted else f"digests {found}, undisturbed {wanted}\n{text[-4000:]}")
-        assert not training.ranks(), f"left behind: {training.ranks()}"
-        sys.exit(found != wanted)
+            if training.steps() >= due:
+                done[disturb(training, draw)] += 1
+                due = training.steps() + draw.expovariate(1 / given.every)
+            time.sleep(0.02)
+        while left := training.ranks():
+            assert time.monotonic() < until_s, f"left behind: {left}"
+            time.sleep(0.1)
+        verify = [sys.executable, "-m", "farandole", "verify", f"{folder}/run", f"{folder}/calm"]
+        said = subprocess.run(verify, capture_output=True, text=True, check=False)
+        found = digests((folder / "output").read_text(errors="replace"))  # none of ranks whose launcher was killed
+        print(f"{sum(done.values()) - done['nothing']} disturbances: {dict(done)}")
+        print(f"exit code {training.launcher.returncode}; digests {found or 'not shown'}, undisturbed {wanted}")
+        print(said.stdout, end="")
+        sys.exit(said.returncode != 0 or not found <= wanted)
 
 
 if __name__ == "__main__":
