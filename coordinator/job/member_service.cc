@@ -1,17 +1,16 @@
 #include "coordinator/job/member_service.h"
 
-#include <pthread.h>
 #include <sys/socket.h>
 
 #include <algorithm>
 #include <array>
-#include <csignal>
 #include <utility>
 
 #include "coordinator/control/rendezvous.h"
 #include "coordinator/job/world.h"
 #include "coordinator/membership/encoding.h"
 #include "core/clock.h"
+#include "core/threads.h"
 
 namespace farandole {
 namespace {
@@ -119,20 +118,8 @@ Result<std::shared_ptr<MemberService>> MemberService::Create(Options options) {
       MemberMail::Create(party, service->self_.id, std::move(listening).value());
   if (!mail.ok()) return mail.status();
   service->mail_ = std::move(mail).value();
-  // Signals are for the threads of the user.
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  Status status;
-  try {
-    service->thread_ = std::thread([s = service.get()] { s->Run(); });
-    (void)pthread_setname_np(service->thread_.native_handle(), "farandole-members");
-  } catch (...) {
-    status = FromException();
-  }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  if (!status.ok()) return status;
+  FARANDOLE_RETURN_IF_ERROR(
+      StartThread(service->thread_, "farandole-memb", [s = service.get()] { s->Run(); }));
   World::Get().NoteService(service.get());
   return service;
 }

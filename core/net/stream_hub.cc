@@ -2,7 +2,6 @@
 #include "core/net/stream_hub.h"
 
 #include <netinet/tcp.h>
-#include <pthread.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -10,13 +9,13 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <csignal>
 #include <cstdio>
 #include <cstring>
 #include <limits>
 #include <utility>
 
 #include "core/descriptors.h"
+#include "core/threads.h"
 
 namespace farandole {
 
@@ -134,20 +133,8 @@ Result<std::unique_ptr<StreamHub>> StreamHub::Create(const HubOptions& options) 
       epoll_ctl(hub->epoll_, EPOLL_CTL_ADD, hub->wake_, &event) != 0) {
     return SystemError("the network's event queue cannot be made", errno);
   }
-  // Signals are for the threads of the user.
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  Status status;
-  try {
-    hub->thread_ = std::thread([h = hub.get()] { h->Run(); });
-    (void)pthread_setname_np(hub->thread_.native_handle(), "farandole-net");  // for top and gdb
-  } catch (...) {
-    status = FromException();
-  }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  if (!status.ok()) return status;
+  FARANDOLE_RETURN_IF_ERROR(
+      StartThread(hub->thread_, "farandole-net", [h = hub.get()] { h->Run(); }));
   return hub;
 }
 

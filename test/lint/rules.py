@@ -149,15 +149,15 @@ def threads(tree: Tree) -> Iterator[str]:
         if folder(path) in ("examples", "test"):
             continue
         places = ("coordinator/engine/", "coordinator/diagnosis/program_probe.", "ops/gpu/launch_queue.",
-                  "core/timeline.", "core/flight_recorder.", "core/net/stream_hub.", "coordinator/job/bootstrap.",
-                  "coordinator/job/member_service.")
+                  "core/timeline.", "core/flight_recorder.", "core/threads.", "core/net/stream_hub.",
+                  "coordinator/job/bootstrap.", "coordinator/job/member_service.")
         if path.startswith(places):
             continue
         if start.search(without_comments(line)):
             yield (
                 f"{path}:{number}: threads live in coordinator/engine/, coordinator/diagnosis/program_probe.*, "
-                "ops/gpu/launch_queue.*, core/timeline.*, core/flight_recorder.*, core/net/stream_hub.*, "
-                "coordinator/job/bootstrap.* and coordinator/job/member_service.* only"
+                "ops/gpu/launch_queue.*, core/timeline.*, core/flight_recorder.*, core/threads.*, "
+                "core/net/stream_hub.*, coordinator/job/bootstrap.* and coordinator/job/member_service.* only"
             )
 
 
