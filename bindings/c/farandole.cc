@@ -3,12 +3,15 @@
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
+#include <cstring>
 #include <string>
 #include <string_view>
 #include <utility>
 
 #include "bindings/c/handles.h"
 #include "coordinator/protocol/splits.h"
+#include "core/net/job_key.h"
 #include "core/slots.h"
 
 using farandole::Engine;
@@ -118,7 +121,9 @@ int farandole_init_for(const farandole_init_options* options, double timeout_s,
     if (!begun.ok()) return Report(begun.status());
     *context = new farandole_context{std::move(begun).value(), {}, {}};
   }
-  return JoinFor(farandole::TimeoutNs(timeout_s), context);
+  const int code = JoinFor(farandole::TimeoutNs(timeout_s), context);
+  if (code == FARANDOLE_OK) (*context)->generation->NotifyLauncher();
+  return code;
 } catch (...) {
   const int code = ReportException();
   farandole_release(std::exchange(*context, nullptr));
@@ -680,4 +685,12 @@ int farandole_get_setting(const farandole_context* context, const char* name,
   return Report(farandole::InvalidArgument(std::string(name) + " is not a setting of Farandole"));
 } catch (...) {
   return ReportException();
+}
+
+int farandole_sha256(const void* data, size_t size, uint8_t* digest) {
+  if (digest == nullptr || (data == nullptr && size > 0)) return ReportNull("data or digest");
+  const farandole::ByteSpan bytes(static_cast<const std::byte*>(data), size);
+  const farandole::Digest made = farandole::Sha256({bytes});
+  std::memcpy(digest, made.data(), made.size());
+  return FARANDOLE_OK;
 }

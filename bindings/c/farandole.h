@@ -800,6 +800,10 @@ FARANDOLE_API int farandole_timeline_start(farandole_context* context, const cha
  * could not be written. */
 FARANDOLE_API int farandole_timeline_stop(farandole_context* context);
 
+/** SHA-256 (FIPS 180-4) of `size` bytes, into the 32 bytes at `digest`; for hashes of states and of
+ * files. No context is needed. Errors: INVALID_ARGUMENT for NULL; `data` may be, with size 0. */
+FARANDOLE_API int farandole_sha256(const void* data, size_t size, uint8_t* digest);
+
 /** The value of the setting called "FARANDOLE_...", as text in the form that is accepted as input.
  * Valid until the thread's next farandole call. Errors: INVALID_ARGUMENT if there is none. */
 FARANDOLE_API int farandole_get_setting(const farandole_context* context, const char* name,

@@ -1,5 +1,9 @@
 #include "coordinator/job/generation.h"
 
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <charconv>
 #include <cstdlib>
@@ -263,6 +267,22 @@ std::string Generation::members(int rank) const {
       text += (text.empty() ? "" : ",") + one.address;
   }
   return text;
+}
+
+// A pipe of the launcher's; without its reader, opening it must not block. Python takes the
+// variable away, and tells more than this.
+void Generation::NotifyLauncher() const {
+  if (service_ == nullptr) return;
+  const Environment environment = ReadEnvironment();
+  const std::string* path = Find(environment, "_FARANDOLE_REPORT");
+  if (path == nullptr) return;
+  const int pipe = open(path->c_str(), O_WRONLY | O_NONBLOCK | O_CLOEXEC);
+  if (pipe < 0) return;
+  struct stat about {};
+  const std::string report = "{\"member\": \"" + service_->self().address + "\"}\n";
+  if (fstat(pipe, &about) == 0 && S_ISFIFO(about.st_mode))
+    (void)!write(pipe, report.data(), report.size());  // without a reader nobody wants it
+  close(pipe);
 }
 
 void Generation::AddRecorder() {

@@ -72,6 +72,9 @@ class Generation {
   /// Where `rank`, or -1: all ranks, of an elastic job listen, as FARANDOLE_MEMBERS has it; else
   /// empty.
   std::string members(int rank) const;
+  /// Of an elastic job that has begun: tells farandolerun, if that started this process, where it
+  /// listens, for the ranks that are started later.
+  void NotifyLauncher() const;
   /// Shutdown; but ranks of one process stop after FARANDOLE_SHUTDOWN_TIMEOUT_S without the others,
   /// and shutdown_status() is then a Timeout.
   void Close();

@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -102,6 +103,61 @@ def test_the_cpp_api_works_under_mpirun(programs, tmp_path, size):
 
 def test_process_sets_come_and_go_under_mpirun(programs):
     assert mpirun(3, programs / "cpp_api", "churn") == all_right(3)
+
+
+def farandolerun(size: int, *command: object) -> list[str]:
+    """The lines of programs that say how a Job has ended."""
+    told = run(sys.executable, "-m", "farandole.runner", "-np", size, *command)
+    return re.findall(r"\] (\d \d+ [0-9a-f]{64})$", told, re.M)
+
+
+def generations(folder: pathlib.Path) -> list[int]:
+    return [int(size) for size in re.findall(r'"size": (\d+)', (folder / "chain.jsonl").read_text())]
+
+
+def verify(*folders: pathlib.Path) -> str:
+    return run(sys.executable, "-m", "farandole", "verify", *folders)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(programs, tmp_path_factory) -> tuple[pathlib.Path, str]:
+    """The folder of a Job of one rank, and what it says."""
+    folder = tmp_path_factory.mktemp("job")
+    return folder, run(programs / "job_api", folder, 12).strip()
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_job_has_the_same_bits_on_any_number_of_ranks(programs, undisturbed, tmp_path, size):
+    assert farandolerun(size, programs / "job_api", tmp_path, 12) == [undisturbed[1]] * size
+    assert verify(undisturbed[0], tmp_path) == "the same: 12 steps, 0 to 11\n"
+
+
+def test_a_job_goes_on_after_a_death_and_with_a_newcomer(programs, undisturbed, tmp_path):
+    told = farandolerun(3, "--elastic", programs / "job_api", tmp_path, 12, "kill1=5", "wait0=8")
+    assert told == [undisturbed[1]] * 3 and generations(tmp_path) == [3, 2, 3]
+    assert verify(undisturbed[0], tmp_path) == "the same: 12 steps, 0 to 11\n"
+
+
+def test_sigterm_makes_a_rank_of_an_elastic_job_leave_and_another_job_stop(programs, undisturbed, tmp_path):
+    left, stopped = tmp_path / "left", tmp_path / "stopped"
+    told = farandolerun(2, "--elastic", programs / "job_api", left, 12, "term0=5", "wait1=8")
+    assert told.count(undisturbed[1]) == 2 and generations(left) == [2, 1, 2]
+    told = farandolerun(2, programs / "job_api", stopped, 12, "term1=5")
+    assert [line[:4] for line in told] == ["1 6 "] * 2 and told[0] == told[1]
+    (newest,) = stopped.glob("step-000000000006-*.state")
+    newest.write_bytes(newest.read_bytes()[:-1] + b"?")
+    told = farandolerun(3, programs / "job_api", stopped, 12)
+    assert told == [undisturbed[1]] * 3 and len([*stopped.glob("step-*.state")]) == 3
+    assert verify(undisturbed[0], stopped) == "the same: 12 steps, 0 to 11\n"
+
+
+def test_a_job_of_other_settings_is_refused(programs, undisturbed, tmp_path):
+    for folder, words in [(undisturbed[0], ["seed0=4", "seed1=4"]), (tmp_path, ["seed1=9"])]:
+        done = subprocess.run(
+            [sys.executable, "-m", "farandole.runner", "-np", "2", programs / "job_api", folder, "12", *words],
+            text=True, capture_output=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 1 and '"slots": 5, "seed": ' in done.stderr, done.stderr
 
 
 @pytest.fixture(params=["nccl", "staged"])
@@ -282,6 +338,20 @@ def result_of(program: pathlib.Path, *arguments: object) -> dict[str, str]:
 def test_the_examples_learn_and_keep_their_replicas_equal(examples, name):
     result = result_of(examples / name, 1, 20_000)
     assert result["replicas"] == "identical" and float(result["accuracy"]) > 0.7, result
+
+
+@pytest.mark.timeout(900)
+def test_the_example_of_a_job_has_the_same_weights_after_its_first_rank_was_killed(examples):
+    command = [sys.executable, "-m", "farandole.runner", "-np", "3", "--elastic", examples / "uninterrupted", "3000"]
+    launcher = subprocess.Popen(command, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    told = ""
+    for line in launcher.stdout:
+        told += line
+        if "step 500:" in line:
+            os.kill(int(re.search(r"rank 0 of 3 is process (\d+)", told)[1]), signal.SIGKILL)
+    assert launcher.wait() == 0 and "2 ranks go on" in told, told
+    [weights] = set(re.findall("weights .*", told))
+    assert run(examples / "uninterrupted", 3000).splitlines()[-1] == weights
 
 
 @pytest.fixture(scope="session")

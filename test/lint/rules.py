@@ -143,21 +143,22 @@ def environment(tree: Tree) -> Iterator[str]:
 
 
 def threads(tree: Tree) -> Iterator[str]:
-    """Threads are started by engine, launch queue, timeline, flight recorder, hub of sockets, bootstrap and members."""
+    """Threads are started by engine, launch queue, timeline, flight recorder, hub of sockets, bootstrap, members, Job."""
     start = re.compile(r"\bstd::(?:jthread|async)\b|\bstd::thread\b(?!::)|\bpthread_create\b")
     for path, number, line in lines_of(tree):
         if folder(path) in ("examples", "test"):
             continue
         places = ("coordinator/engine/", "coordinator/diagnosis/program_probe.", "ops/gpu/launch_queue.",
                   "core/timeline.", "core/flight_recorder.", "core/threads.", "core/net/stream_hub.",
-                  "coordinator/job/bootstrap.", "coordinator/job/member_service.")
+                  "coordinator/job/bootstrap.", "coordinator/job/member_service.", "bindings/cpp/farandole/job.h")
         if path.startswith(places):
             continue
         if start.search(without_comments(line)):
             yield (
                 f"{path}:{number}: threads live in coordinator/engine/, coordinator/diagnosis/program_probe.*, "
                 "ops/gpu/launch_queue.*, core/timeline.*, core/flight_recorder.*, core/threads.*, "
-                "core/net/stream_hub.*, coordinator/job/bootstrap.* and coordinator/job/member_service.* only"
+                "core/net/stream_hub.*, coordinator/job/bootstrap.*, coordinator/job/member_service.* and "
+                "bindings/cpp/farandole/job.h only"
             )
 
 

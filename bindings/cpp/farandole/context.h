@@ -24,9 +24,9 @@ namespace farandole {
 /// @cond internal
 namespace detail {
 
-/// One rank's membership of its job.
-struct Job {
-  explicit Job(farandole_context* context) : handle(context) {}
+/// A context of the C ABI.
+struct OwnedContext {
+  explicit OwnedContext(farandole_context* context) : handle(context) {}
   struct Release {
     void operator()(farandole_context* context) const { farandole_release(context); }
   };
@@ -68,9 +68,21 @@ class Context : public RowCollectives<Context> {
     c_options.timeout_s = options.timeout_s;
     c_options.in_order = options.in_order ? 1 : 0;
     c_options.slots = options.slots;
+    c_options.is_elastic = options.is_elastic ? 1 : 0;
+    if (!options.members.empty()) c_options.members = options.members.c_str();
     if (const int code = farandole_init(&c_options, &context); code != FARANDOLE_OK)
       return detail::last_error(code);
     return Context(context);
+  }
+  /// Goes on in an elastic job with the ranks that are left and those that have come, as
+  /// farandole_reinit says: all ranks call it, while no other call of theirs is going on. Rank,
+  /// size and slots are new; optimizers and process sets have to be made again. @throws Error
+  /// halted: others may go on without this process, which should end with exit code 75;
+  /// invalid_argument: the job is not elastic. After another error this rank has left the job.
+  void reinit() {
+    farandole_context* next = nullptr;
+    detail::check(farandole_reinit(handle(), nullptr, &next)).value();
+    *this = Context(next);
   }
   /// `size` ranks inside this process, for tests. Each may be used by a thread of its own, which
   /// should also shut it down, because leaving waits for the other ranks.
@@ -96,6 +108,28 @@ class Context : public RowCollectives<Context> {
     std::pair<int, int> slots;
     detail::check(farandole_slot_range(handle(), &slots.first, &slots.second)).value();
     return slots;
+  }
+
+  /// Which generation of the job this is: 1, then growing numbers, alike on all ranks.
+  std::uint64_t generation() const {
+    std::uint64_t number = 0;
+    detail::check(farandole_generation_number(handle(), &number)).value();
+    return number;
+  }
+  /// Whether processes wait to be let into this elastic job, as reinit() of all ranks does. Rank 0
+  /// is sure to know.
+  bool change_is_due() const {
+    int is_due = 0;
+    detail::check(farandole_change_is_due(handle(), &is_due)).value();
+    return is_due != 0;
+  }
+  /// Where `rank`, or -1: all ranks, of this elastic job listen for newcomers, as
+  /// InitOptions::members has it; empty if it is not elastic. @throws Error invalid_argument (no
+  /// such rank).
+  std::string members(int rank = -1) const {
+    const char* addresses = nullptr;
+    detail::check(farandole_members(handle(), rank, &addresses)).value();
+    return addresses;
   }
 
   /// `count` zeroes in memory where an allreduce needs no copies, if all ranks have their data in
@@ -264,14 +298,15 @@ class Context : public RowCollectives<Context> {
 
   /// @cond internal
   /// What optimizers watch: it ends with this object, wherever that was moved to.
-  std::weak_ptr<const detail::Job> job() const { return job_; }
+  std::weak_ptr<const detail::OwnedContext> owned() const { return owned_; }
   /// @endcond
 
   /// The C ABI's handle, for calls of farandole.h. Borrowed.
-  farandole_context* handle() const { return job_ ? job_->handle.get() : nullptr; }
+  farandole_context* handle() const { return owned_ ? owned_->handle.get() : nullptr; }
 
  private:
-  explicit Context(farandole_context* context) : job_(std::make_shared<detail::Job>(context)) {
+  explicit Context(farandole_context* context)
+      : owned_(std::make_shared<detail::OwnedContext>(context)) {
     detail::check(farandole_get_topology(context, &topology_)).value();
   }
 
@@ -329,7 +364,7 @@ class Context : public RowCollectives<Context> {
     return detail::start(prepared.value(), data.address(), data.address(), &stream);
   }
 
-  std::shared_ptr<detail::Job> job_;  // its only owner; null once it was moved away
+  std::shared_ptr<detail::OwnedContext> owned_;  // its only owner; null once it was moved away
   farandole_topology topology_{};
 };
 

@@ -100,7 +100,7 @@ class Gradients {
   Gradients(Context& context, const GradientOptions& options,
             const std::vector<farandole_tensor>& tensors, farandole_device device = FARANDOLE_CPU,
             const farandole_allocator* allocator = nullptr)
-      : job_(context.job()) {
+      : owner_(context.owned()) {
     if (options.op != Op::average && options.op != Op::sum)
       throw Error(Code::invalid_argument, "gradients are reduced by average or sum");
     if (options.predivide_factor != 1.0 && options.op != Op::average)
@@ -184,10 +184,10 @@ class Gradients {
 
  private:
   /// NULL once the Context has ended: the C functions do nothing then.
-  farandole_gradients* get() const { return job_.expired() ? nullptr : gradients_.get(); }
+  farandole_gradients* get() const { return owner_.expired() ? nullptr : gradients_.get(); }
 
   farandole_gradients* get_or_throw() const {
-    if (!job_.expired()) return gradients_.get();
+    if (!owner_.expired()) return gradients_.get();
     throw Error(Code::invalid_argument,
                 "the Context of these gradients has ended; expected it to outlive the optimizer");
   }
@@ -227,7 +227,7 @@ class Gradients {
     }
   };
   std::unique_ptr<farandole_gradients, Release> gradients_;
-  const std::weak_ptr<const Job> job_;
+  const std::weak_ptr<const OwnedContext> owner_;
 };
 
 }  // namespace detail

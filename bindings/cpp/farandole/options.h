@@ -59,6 +59,10 @@ struct InitOptions {
   /// Parts of each step's work, at least as many as ranks: see farandole_init_options. 0: as
   /// FARANDOLE_SLOTS says, or, apart, none.
   int slots = 0;
+  bool is_elastic = false;  ///< As by FARANDOLE_ELASTIC=1: see Context::reinit().
+  /// Where ranks of a running elastic job listen, "host:port,...": this process asks them to be let
+  /// in. Empty: as FARANDOLE_MEMBERS says.
+  std::string members;
 };
 
 /// What all ranks must agree on besides the data. Op, factors and compression apply to allreduce
