@@ -3,11 +3,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <pthread.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <cstdlib>
 #include <deque>
 #include <fstream>
 #include <map>
@@ -256,6 +258,10 @@ TEST_F(CAbi, RefusesNullByTheNameOfThePointer) {
   all.Try("timeline_stop", farandole_timeline_stop, "context", context);
   all.Try("get_setting", farandole_get_setting, "context name value", context, "FARANDOLE_WINDOW",
           &text);
+  uint8_t digest[32] = {};
+  all.Try("sha256", farandole_sha256, "data - digest", "abc", size_t{3}, digest);
+  EXPECT_EQ(farandole_sha256("abc", 3, digest), FARANDOLE_OK);
+  EXPECT_EQ(digest[0] << 8 | digest[31], 0xbaad);  // FIPS 180-4's first example
   // Without an error code, or without a pointer.
   all.functions.insert({"version", "abi_version", "last_error", "release", "buffer_data",
                         "buffer_bytes", "buffer_release", "poll", "skipped", "work_release",
@@ -528,8 +534,19 @@ TEST_F(CAbi, RefusesFloatsOnAGpuInAJobWithSlots) {
 TEST(Elastic, GoesOnAloneAtOnceUntilItLeaves) {
   farandole_init_options options = FARANDOLE_INIT_OPTIONS;
   options.is_elastic = 1;
+  int report[2];
+  ASSERT_EQ(pipe(report), 0);
+  setenv("_FARANDOLE_REPORT", ("/proc/self/fd/" + std::to_string(report[1])).c_str(), 1);
   farandole_context* job = nullptr;
   ASSERT_EQ(farandole_init(&options, &job), FARANDOLE_OK) << farandole_last_error();
+  unsetenv("_FARANDOLE_REPORT");
+  close(report[1]);
+  const char* members = nullptr;
+  EXPECT_EQ(farandole_members(job, 0, &members), FARANDOLE_OK);
+  std::string told(200, '\0');
+  told.resize(static_cast<size_t>(std::max<ssize_t>(read(report[0], told.data(), told.size()), 0)));
+  close(report[0]);
+  EXPECT_EQ(told, std::string("{\"member\": \"") + members + "\"}\n");
   farandole_context* next = nullptr;
   auto fastest = std::chrono::steady_clock::duration::max();
   for (int i = 0; i < 10; ++i) {
