@@ -342,16 +342,16 @@ def test_the_examples_learn_and_keep_their_replicas_equal(examples, name):
 
 @pytest.mark.timeout(900)
 def test_the_example_of_a_job_has_the_same_weights_after_its_first_rank_was_killed(examples):
-    command = [sys.executable, "-m", "farandole.runner", "-np", "3", "--elastic", examples / "uninterrupted", "3000"]
+    command = [sys.executable, "-m", "farandole.runner", "-np", "3", "--elastic", examples / "uninterrupted", "1200"]
     launcher = subprocess.Popen(command, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     told = ""
     for line in launcher.stdout:
         told += line
-        if "step 500:" in line:
+        if "step 300:" in line:
             os.kill(int(re.search(r"rank 0 of 3 is process (\d+)", told)[1]), signal.SIGKILL)
     assert launcher.wait() == 0 and "2 ranks go on" in told, told
     [weights] = set(re.findall("weights .*", told))
-    assert run(examples / "uninterrupted", 3000).splitlines()[-1] == weights
+    assert run(examples / "uninterrupted", 1200).splitlines()[-1] == weights
 
 
 @pytest.fixture(scope="session")
