@@ -12,10 +12,12 @@
 namespace farandole {
 namespace {
 
+std::string Has(int rank) { return ", rank " + std::to_string(rank) + " has \""; }
+
 Status Differ(const std::string& what, int rank, const std::string& here,
               const std::string& there) {
-  return Mismatch(what + " differs between ranks: rank 0 has \"" + here + "\", rank " +
-                  std::to_string(rank) + " has \"" + there + "\"; it must be equal on all ranks");
+  return Mismatch(what + " differs between ranks: rank 0 has \"" + here + "\"" + Has(rank) + there +
+                  "\"; it must be equal on all ranks");
 }
 
 // With rank 0 alone: that is enough, and all ranks name the same difference. The version comes
@@ -146,6 +148,10 @@ Result<Rendezvous> Agree(const std::vector<std::string>& encoded, int rank) {
   rendezvous.planes = {plane.value(), static_cast<uint8_t>(hellos.front().planes_size())};
   FindLocalRank(rendezvous.host, rank, rendezvous);
   return rendezvous;
+}
+
+bool DiffersFromFirst(const Status& status, int rank) {
+  return status.code() == Code::kMismatch && status.message().find(Has(rank)) != std::string::npos;
 }
 
 Result<Rendezvous> RunRendezvous(Transport& transport, const Hello& mine, int64_t timeout_ns) {

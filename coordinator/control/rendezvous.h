@@ -41,6 +41,9 @@ std::string EncodeHello(const Hello& mine);
 /// to all ranks.
 Result<Rendezvous> Agree(const std::vector<std::string>& encoded, int rank);
 
+/// Whether an error of Agree says that `rank` has another version or setting than rank 0.
+bool DiffersFromFirst(const Status& status, int rank);
+
 /// @return InvalidArgument for a job of more ranks than slots, if it has any.
 Status CheckSlots(const Config& config, int ranks);
 
