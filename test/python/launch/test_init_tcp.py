@@ -161,6 +161,15 @@ def test_a_store_of_torch_joins_a_job_twice():
     assert all(output.count("of 2: 3") == 2 for output in outputs)
 
 
+def test_ranks_that_torchruns_agents_start_again_meet_though_each_agent_counts_its_own_restarts():
+    dist = pytest.importorskip("torch.distributed")
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    port = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for counts in ("00", "10", "11"):
+        agents = [env_of(rank, "") | port | {"TORCHELASTIC_RESTART_COUNT": counts[rank]} for rank in range(2)]
+        expect_sums(2, run(2, "fl.init(); check()", agents.__getitem__))
+
+
 @pytest.mark.parametrize("latency_s", [0, 0.15])  # as of a store far away
 def test_a_store_of_three_functions_joins_a_job(tmp_path, latency_s):
     script = f"""
