@@ -164,8 +164,8 @@ Result<Rendezvous> RunRendezvous(Transport& transport, const Hello& mine, int64_
 
 Status CheckSlots(const Config& config, int ranks) {
   if (config.slots == 0 || config.slots >= ranks) return {};
-  return InvalidArgument("init: the job has " + std::to_string(config.slots) + " slots and " +
-                         std::to_string(ranks) + " ranks; expected a slot for each rank");
+  return Mismatch("init: the job has " + std::to_string(config.slots) + " slots and " +
+                  std::to_string(ranks) + " ranks; expected a slot for each rank");
 }
 
 std::string ThisHost() {

@@ -129,7 +129,7 @@ def test_sums_over_slots_have_the_same_bits_for_any_number_of_ranks():
     ("slots", "wanted"),
     [
         ("8 + R", 'MismatchError .*FARANDOLE_SLOTS.*: rank 0 has "8", rank 1 has "9"'),
-        ("1", "ValueError .*1 slots and 2 ranks"),
+        ("1", "MismatchError .*1 slots and 2 ranks"),
         ("-1", "ValueError .*slots is -1; expected 0 to 65536"),
     ],
 )
