@@ -85,15 +85,27 @@ def test_after_deaths_the_rest_goes_on_with_the_same_bits(tmp_path, capsys):
     assert verify(capsys, tmp_path / "a", tmp_path / "b") == (0, "the same: 12 steps, 0 to 11\n")
 
 
-def test_a_newcomer_takes_the_state_and_goes_on_alone(tmp_path):
-    tmp_path.joinpath("run").mkdir()
-    words = [SCRIPT, "varying", tmp_path / "run", "wait0=2", "die0=6"]
-    (old,) = start_forked(1, words, FARANDOLE_ELASTIC="1")
-    file = tmp_path / "run" / "members"
+def start_two(folder, *words, newcomer):
+    """A job of one rank, and another process that it lets in after a step."""
+    folder.mkdir()
+    (old,) = start_forked(1, [SCRIPT, "varying", folder, "wait0=2", *words], FARANDOLE_ELASTIC="1")
+    file = folder / "members"
     while not file.exists() or not file.read_text():
         time.sleep(0.05)
-    new = warm_ranks.start(words, environment(FARANDOLE_ELASTIC="1", FARANDOLE_MEMBERS=file.read_text()))
-    assert last_line(communicate([old, new], [9, 0])[1]) == undisturbed("varying")
+    words = [SCRIPT, newcomer, folder, *words]
+    return old, warm_ranks.start(words, environment(FARANDOLE_ELASTIC="1", FARANDOLE_MEMBERS=file.read_text()))
+
+
+def test_a_newcomer_takes_the_state_and_goes_on_alone(tmp_path):
+    ranks = start_two(tmp_path / "run", "die0=6", newcomer="varying")
+    assert last_line(communicate(ranks, [9, 0])[1]) == undisturbed("varying")
+
+
+def test_a_newcomer_with_other_arguments_is_refused_alone(tmp_path):
+    ranks = start_two(tmp_path / "run", newcomer="mlp")
+    goes_on, refused = map(last_line, communicate(ranks, [0, 1]))
+    assert goes_on == undisturbed("varying")
+    assert "MismatchError: Job: accumulate is 1 on rank 0 and 2 on rank 1; it is part of the result" in refused
 
 
 def test_a_flipped_bit_is_named_with_its_step_and_tensor(tmp_path, capsys):
