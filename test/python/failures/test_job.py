@@ -3,6 +3,7 @@
 import functools
 import json
 import pathlib
+import shutil
 import time
 import warnings
 
@@ -16,6 +17,7 @@ import job_training
 import warm_ranks
 from farandole import chain
 from farandole.torch.job import _message, _slots
+from farandole.torch.job._checkpoints import Checkpoints
 from ranks import communicate, environment, run_threads, start_forked
 
 SCRIPT = pathlib.Path(job_training.__file__)
@@ -132,6 +134,19 @@ def test_a_chain_that_cannot_be_written_is_one_warning(tmp_path, target, said):
         of_a_full_disk.start(True, 1, {})
     assert len(warned) == 1
     of_a_full_disk.close()
+
+
+def test_checkpoints_that_are_not_written_for_one_reason_are_one_warning(tmp_path):
+    folder = tmp_path / "folder"
+    files = Checkpoints(folder, 1)
+    with pytest.warns(RuntimeWarning, match="checkpoint of step .* was not written: .*File exists") as warned:
+        for is_broken in (True, True, False, True, True):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.unlink(missing_ok=True)
+            (folder.touch if is_broken else folder.mkdir)()
+            files.write(len(warned), {}, lambda: None)
+            files.wait()
+    assert len(warned) == 2
 
 
 def test_ranks_that_made_other_models_all_get_the_first_tensor_that_differs():
