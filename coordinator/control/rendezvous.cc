@@ -12,10 +12,12 @@
 namespace farandole {
 namespace {
 
+std::string Has(int rank) { return ", rank " + std::to_string(rank) + " has \""; }
+
 Status Differ(const std::string& what, int rank, const std::string& here,
               const std::string& there) {
-  return Mismatch(what + " differs between ranks: rank 0 has \"" + here + "\", rank " +
-                  std::to_string(rank) + " has \"" + there + "\"; it must be equal on all ranks");
+  return Mismatch(what + " differs between ranks: rank 0 has \"" + here + "\"" + Has(rank) + there +
+                  "\"; it must be equal on all ranks");
 }
 
 // With rank 0 alone: that is enough, and all ranks name the same difference. The version comes
@@ -148,6 +150,10 @@ Result<Rendezvous> Agree(const std::vector<std::string>& encoded, int rank) {
   return rendezvous;
 }
 
+bool DiffersFromFirst(const Status& status, int rank) {
+  return status.code() == Code::kMismatch && status.message().find(Has(rank)) != std::string::npos;
+}
+
 Result<Rendezvous> RunRendezvous(Transport& transport, const Hello& mine, int64_t timeout_ns) {
   Result<std::vector<std::string>> gathered = transport.Allgather(EncodeHello(mine), timeout_ns);
   if (!gathered.ok()) return gathered.status();
@@ -158,8 +164,8 @@ Result<Rendezvous> RunRendezvous(Transport& transport, const Hello& mine, int64_
 
 Status CheckSlots(const Config& config, int ranks) {
   if (config.slots == 0 || config.slots >= ranks) return {};
-  return InvalidArgument("init: the job has " + std::to_string(config.slots) + " slots and " +
-                         std::to_string(ranks) + " ranks; expected a slot for each rank");
+  return Mismatch("init: the job has " + std::to_string(config.slots) + " slots and " +
+                  std::to_string(ranks) + " ranks; expected a slot for each rank");
 }
 
 std::string ThisHost() {

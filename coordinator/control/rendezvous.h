@@ -41,7 +41,10 @@ std::string EncodeHello(const Hello& mine);
 /// to all ranks.
 Result<Rendezvous> Agree(const std::vector<std::string>& encoded, int rank);
 
-/// @return InvalidArgument for a job of more ranks than slots, if it has any.
+/// Whether an error of Agree says that `rank` has another version or setting than rank 0.
+bool DiffersFromFirst(const Status& status, int rank);
+
+/// @return Mismatch for a job of more ranks than slots, if it has any.
 Status CheckSlots(const Config& config, int ranks);
 
 /// EncodeHello, exchange, Agree, CheckSlots. Collective over all ranks; blocks up to `timeout_ns`.

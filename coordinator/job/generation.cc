@@ -145,7 +145,8 @@ Result<bool> Generation::Joined(int64_t timeout_ns) {
   return true;
 }
 
-// A join that fails, or that the members give up, is followed by another list.
+// A join that fails, or that the members give up, is followed by another list. A newcomer that has
+// other settings than the members leaves, and the next list is one without it.
 Result<bool> Generation::JoinedAsMember(int64_t timeout_ns) {
   const int64_t until_ns = timeout_ns < 0 ? kNever : SteadyClock().NowNs() + timeout_ns;
   for (;;) {
@@ -155,6 +156,8 @@ Result<bool> Generation::JoinedAsMember(int64_t timeout_ns) {
     }
     const Result<bool> joined = JoinedAt(*assignment_, until_ns);
     if (joined.ok() && !joined.value()) return false;
+    const bool is_newcomer = !config_.members.empty();
+    if (is_newcomer && DiffersFromFirst(joined.status(), assignment_->rank)) return joined.status();
     if (joined.ok()) list_ = std::move(assignment_->list);
     assignment_.reset();
     service_->Joined(joined.ok() ? std::optional(Running()) : std::nullopt);

@@ -157,6 +157,6 @@ def _at_master(is_server: bool) -> Any:
         ) from error
     if is_server:  # as long as this process: ranks may still be about to use torch.distributed's store there
         _served.append(store)
-    # Ranks that torchrun starts again find the same store.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return distributed.PrefixStore(f"farandole.{attempt}", store)
+    # Ranks that torchrun starts again may find the same store, with an address that rank 0 is about to replace. Their
+    # count of restarts is no help: each of torchrun's agents counts its own.
+    return distributed.PrefixStore("farandole", store)

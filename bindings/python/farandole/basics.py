@@ -186,7 +186,7 @@ def init(
         ValueError: A setting or an argument is invalid; the message names it and its range. Arguments and
             launcher contradict each other, or the address of rank 0 is unknown. ``comm`` has other ranks than
             the job. A rank passed two process sets of the same ranks.
-        MismatchError: A rank did not pass a process set that it must pass.
+        MismatchError: Ranks have different settings, are more than the slots, or did not pass a process set they must.
         OperationTimeoutError: Some rank did not join within FARANDOLE_INIT_TIMEOUT_S (60). Over MPI this process
             cannot join the job any more and should exit.
         HorovodInternalError: The job cannot be joined; the message says why. One cause: a rank started this
@@ -200,7 +200,7 @@ def init(
         if find() is not None:
             return
         shutdown()  # the rest of one that was interrupted
-        with _horovod.settings(), exit_code_if_halted():
+        with _horovod.settings(), shown_briefly():
             _Process.default = Context(_join(rank, size, local_rank, address, store, slots or 0, elastic, members))
         _horovod.report(*_Process.default.topology[:2])
         if address := _Process.default.core.members(_Process.default.topology.rank):
@@ -233,22 +233,24 @@ def _join(
 
 
 @contextlib.contextmanager
-def exit_code_if_halted() -> Iterator[None]:
-    """Where nobody catches a JobHaltedError its message is all that is said, and the exit code is its own."""
+def shown_briefly() -> Iterator[None]:
+    """Shows errors of a join that nobody catches without traceback where the message says all: a JobHaltedError, whose
+    exit code is its own, and under ``farandolerun``, which says it once for all ranks, a MismatchError."""
     before = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if not isinstance(error, JobHaltedError):
-            before(kind, error, trace)
-            return
+        is_said = isinstance(error, MismatchError) and bool(_Process.report_path)
+        if not is_said and not isinstance(error, JobHaltedError):
+            return before(kind, error, trace)
         if _Process.report_path:
             _report(describe_failure(error))
-        print(f"farandole: {error}", file=sys.stderr)
-        _core.exit_with(_HALTED)
+        if not is_said:
+            print(f"farandole: {error}", file=sys.stderr)
+            _core.exit_with(_HALTED)
 
     try:
         yield
-    except JobHaltedError:
+    except (JobHaltedError, MismatchError):
         sys.excepthook = show
         raise
 

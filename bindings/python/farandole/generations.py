@@ -29,7 +29,7 @@ def reinit() -> None:
         if ended is None:
             raise HorovodInternalError(basics._NOT_INITIALIZED)
         try:
-            with basics.exit_code_if_halted():
+            with basics.shown_briefly():
                 core = ended.core.reinit()
         finally:
             if ended.core.is_closed:

@@ -3,6 +3,7 @@
 import functools
 import json
 import pathlib
+import shutil
 import time
 import warnings
 
@@ -16,6 +17,7 @@ import job_training
 import warm_ranks
 from farandole import chain
 from farandole.torch.job import _message, _slots
+from farandole.torch.job._checkpoints import Checkpoints
 from ranks import communicate, environment, run_threads, start_forked
 
 SCRIPT = pathlib.Path(job_training.__file__)
@@ -85,15 +87,27 @@ def test_after_deaths_the_rest_goes_on_with_the_same_bits(tmp_path, capsys):
     assert verify(capsys, tmp_path / "a", tmp_path / "b") == (0, "the same: 12 steps, 0 to 11\n")
 
 
-def test_a_newcomer_takes_the_state_and_goes_on_alone(tmp_path):
-    tmp_path.joinpath("run").mkdir()
-    words = [SCRIPT, "varying", tmp_path / "run", "wait0=2", "die0=6"]
-    (old,) = start_forked(1, words, FARANDOLE_ELASTIC="1")
-    file = tmp_path / "run" / "members"
+def start_two(folder, *words, newcomer):
+    """A job of one rank, and another process that it lets in after a step."""
+    folder.mkdir()
+    (old,) = start_forked(1, [SCRIPT, "varying", folder, "wait0=2", *words], FARANDOLE_ELASTIC="1")
+    file = folder / "members"
     while not file.exists() or not file.read_text():
         time.sleep(0.05)
-    new = warm_ranks.start(words, environment(FARANDOLE_ELASTIC="1", FARANDOLE_MEMBERS=file.read_text()))
-    assert last_line(communicate([old, new], [9, 0])[1]) == undisturbed("varying")
+    words = [SCRIPT, newcomer, folder, *words]
+    return old, warm_ranks.start(words, environment(FARANDOLE_ELASTIC="1", FARANDOLE_MEMBERS=file.read_text()))
+
+
+def test_a_newcomer_takes_the_state_and_goes_on_alone(tmp_path):
+    ranks = start_two(tmp_path / "run", "die0=6", newcomer="varying")
+    assert last_line(communicate(ranks, [9, 0])[1]) == undisturbed("varying")
+
+
+def test_a_newcomer_with_other_arguments_is_refused_alone(tmp_path):
+    ranks = start_two(tmp_path / "run", newcomer="mlp")
+    goes_on, refused = map(last_line, communicate(ranks, [0, 1]))
+    assert goes_on == undisturbed("varying")
+    assert "MismatchError: Job: accumulate is 1 on rank 0 and 2 on rank 1; it is part of the result" in refused
 
 
 def test_a_flipped_bit_is_named_with_its_step_and_tensor(tmp_path, capsys):
@@ -120,6 +134,19 @@ def test_a_chain_that_cannot_be_written_is_one_warning(tmp_path, target, said):
         of_a_full_disk.start(True, 1, {})
     assert len(warned) == 1
     of_a_full_disk.close()
+
+
+def test_checkpoints_that_are_not_written_for_one_reason_are_one_warning(tmp_path):
+    folder = tmp_path / "folder"
+    files = Checkpoints(folder, 1)
+    with pytest.warns(RuntimeWarning, match="checkpoint of step .* was not written: .*File exists") as warned:
+        for is_broken in (True, True, False, True, True):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.unlink(missing_ok=True)
+            (folder.touch if is_broken else folder.mkdir)()
+            files.write(len(warned), {}, lambda: None)
+            files.wait()
+    assert len(warned) == 2
 
 
 def test_ranks_that_made_other_models_all_get_the_first_tensor_that_differs():

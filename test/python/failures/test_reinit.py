@@ -112,11 +112,11 @@ class Members:
         self.address = f"127.0.0.1:{free_port()}"
         self.processes = [self.start(rank) for rank in range(RANKS)]
 
-    def start(self, rank=None):
+    def start(self, rank=None, **variables):
         place = {"FARANDOLE_RANK": str(rank), "FARANDOLE_SIZE": str(RANKS), "FARANDOLE_ADDRESS": self.address}
         if rank is None:
             place = {"FARANDOLE_MEMBERS": (self.folder / "members").read_text()}
-        return warm_ranks.start(["-c", self.program, self.folder], environment(**self.own, **place))
+        return warm_ranks.start(["-c", self.program, self.folder], environment(**self.own, **place, **variables))
 
     def notes(self, process):
         file = self.folder / f"{process.pid}.json"
@@ -173,6 +173,18 @@ def test_the_same_optimizer_goes_on_whoever_is_lost_and_whoever_comes(members):
     assert stopped.returncode == 75 and said.startswith("farandole: the job has gone on without this process"), said
     assert len(said.splitlines()) == 1, said
     members.check_steps(first, second, by_rank[1], stopped)
+
+
+@pytest.mark.parametrize("members", [MEMBER], indirect=True, ids=[""])
+def test_a_newcomer_with_another_setting_is_refused_alone(members):
+    members.await_size(RANKS)
+    other = members.start(FARANDOLE_TCP_STREAMS="2")
+    said, _ = other.communicate(PATIENCE_S)
+    what = 'FARANDOLE_TCP_STREAMS differs between ranks: rank 0 has "1", rank 4 has "2"'
+    assert other.returncode == 1 and said.count(what) == 1, said
+    members.processes.append(members.start())
+    members.await_size(RANKS + 1)
+    members.check_steps(other)
 
 
 @on_threads(2)

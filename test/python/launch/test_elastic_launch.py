@@ -220,6 +220,43 @@ if not os.path.exists(mine):
     assert finish(tmp_path, job)[0] == 0
 
 
+def reports(error, **facts):
+    """Of a rank that ends by an error."""
+    report = {"text": error, "is_consequence": False, "facts": facts}
+    return f"open(os.environ['_FARANDOLE_REPORT'], 'w').write({json.dumps(report)!r} + chr(10)); sys.exit(1)"
+
+
+def test_an_error_of_all_ranks_ends_the_job_with_one_line(launch):
+    fails = f"time.sleep(0.1 * int(rank))\n{reports('KeyError: 7')}\nwhile not"
+    job = launch("-np", 3, program=MEMBER.replace("while not", fails))
+    job.ranks(3)
+    said = "farandolerun: all ranks that were left, 0, 1, 2, ended with exit code 1: KeyError: 7: the job ends\n"
+    assert job.end() == (1, said)
+
+
+def test_a_newcomer_that_does_not_fit_to_the_others_is_not_started_again(tmp_path, launch):
+    refuses = reports("MismatchError: seed", is_shared=True)
+    refused = f"import os, sys\nif 'FARANDOLE_MEMBERS' in os.environ: {refuses}"
+    job = launch("-np", 2, "--blacklist-cooldown-range", "0.1", "0.1", program=refused + MEMBER)
+    job.ranks(2)[1].kill()
+    job.wait_for("[^\n]* it is started again in 0.1 s\n")
+    said = "ended with exit code 1: MismatchError: seed; 1 rank goes on; it is not started again, as the others would "
+    job.wait_for(rf"[^\n]*rank 1 on host \S+ {said}refuse it again\n")
+    assert finish(tmp_path, job) == (0, "")
+
+
+@pytest.mark.parametrize("program", [MEMBER, "import time; print('waits', flush=True); time.sleep(600)"])
+def test_notice_to_all_hosts_ends_the_job_as_sigterm_does(tmp_path, launch, program):
+    (tmp_path / "leave").touch()
+    job = launch("-np", 2, program=program)
+    job.wait_for("up|waits")
+    children = f"/proc/{job.process.pid}/task/{job.process.pid}/children"
+    with open(children) as file:
+        os.kill(int(file.read()), signal.SIGTERM)  # to the supervisor
+    code, text = job.end()
+    assert code == 143 and "and no host is left: the job ends\n" in text, text
+
+
 def test_too_few_ranks_for_too_long_end_the_job_with_the_code_of_the_last_loss(launch):
     job = launch(
         "-np", 2, "--min-np", 2, "--elastic-timeout", "0.5", "--blacklist-cooldown-range", "60", "60"

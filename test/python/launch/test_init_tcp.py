@@ -129,7 +129,7 @@ def test_sums_over_slots_have_the_same_bits_for_any_number_of_ranks():
     ("slots", "wanted"),
     [
         ("8 + R", 'MismatchError .*FARANDOLE_SLOTS.*: rank 0 has "8", rank 1 has "9"'),
-        ("1", "ValueError .*1 slots and 2 ranks"),
+        ("1", "MismatchError .*1 slots and 2 ranks"),
         ("-1", "ValueError .*slots is -1; expected 0 to 65536"),
     ],
 )
@@ -159,6 +159,15 @@ def test_a_store_of_torch_joins_a_job_twice():
     """
     outputs = run(2, script)
     assert all(output.count("of 2: 3") == 2 for output in outputs)
+
+
+def test_ranks_that_torchruns_agents_start_again_meet_though_each_agent_counts_its_own_restarts():
+    dist = pytest.importorskip("torch.distributed")
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    port = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for counts in ("00", "10", "11"):
+        agents = [env_of(rank, "") | port | {"TORCHELASTIC_RESTART_COUNT": counts[rank]} for rank in range(2)]
+        expect_sums(2, run(2, "fl.init(); check()", agents.__getitem__))
 
 
 @pytest.mark.parametrize("latency_s", [0, 0.15])  # as of a store far away

@@ -13,36 +13,30 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
-import json
 import math
 import os
-import pathlib
 import queue
-import re
 import secrets
 import signal
-import socket
-import stat
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from farandole.runner import supervisor
 from farandole.runner.hosts import HERE, HostsJob, Placed, make_command, slots_by_name
-from farandole.runner.job import Malformed, Peer, read_json
+from farandole.runner.job import Malformed, Peer
+from farandole.runner.job_folder import JobFolder, Probe, is_address, probe
 from farandole.runner.options import Host, Options, UsageError
 from farandole.runner.output import FirstFailure, Writer, exit_code, list_ranks, signal_name
 from farandole.runner.supervisor import Channel, start_thread
 
 HALTED = 75  # the exit code of a rank that must not go on, as it reaches too few others
 LEAVE_S = 30.0  # from the notice that a rank is to leave to SIGKILL: it finishes its step
+FAULT_S = 0.5  # from the end of a rank by its own error until it is started again: all may end by it
 LAST_S = 1.0  # that newcomers get after the last end with exit code 0, to say that they have joined
 CALM_S = 60.0  # who has lived so long waits the least again
 POLL_S = 1.0  # of the discovery script, and of the ports of ranks that no supervisor of ours reports
-_PROBE_TIMEOUT_S = 2.0
 _MISSES = 2  # attempts in a row without an answer, until a rank is given up
-_ADDRESS = re.compile(r"[^\s,]+:[0-9]{1,5}(,[^\s,]+:[0-9]{1,5})*")  # one rank may have several
 # Exit codes that are not the program's own fault: those of a killed one, and of one that has left after a notice.
 _FROM_OUTSIDE = (128 + signal.SIGKILL, 128 + signal.SIGTERM, HALTED)
 
@@ -98,6 +92,7 @@ class _Place:
         kill_at_s: When a rank that was told to leave is killed.
         error: The last line of the error that ends the rank; ``is_consequence``: whether it is of another's failure.
         has_fault: Whether the last rank here ended by an error of its own.
+        is_refused: Whether the last rank here ended by an error that means that it does not fit to the others.
         misses: Attempts in a row in which its port did not answer.
     """
 
@@ -115,128 +110,22 @@ class _Place:
     error: str = ""
     is_consequence: bool = False
     has_fault: bool = False
+    is_refused: bool = False
     misses: int = 0
 
 
 class _End(NamedTuple):
     """How a rank ended: in words, the exit code as a shell has it, and whether the reason is outside of the program."""
 
-    text: str
+    who: str
+    how: str
     code: int
     is_from_outside: bool
     is_fault: bool  # an error of its own
 
-
-class JobFolder:
-    """Where a launcher keeps what another needs that is started after it: the key, and where members listen.
-
-    Raises:
-        UsageError: Others can write there or read it, or another launcher uses it.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.path = os.path.abspath(path)
-        self._file = pathlib.Path(self.path, "job.json")
-        try:
-            os.makedirs(self.path, mode=0o700, exist_ok=True)
-            found = os.stat(self.path)
-            if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-                raise UsageError(f'--job "{path}": the folder must belong to you, with mode 0700')
-            self._lock = os.open(os.path.join(self.path, "lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with this process
-        except BlockingIOError:
-            raise UsageError(f'--job "{path}": another farandolerun runs this job') from None
-        except OSError as error:
-            raise UsageError(f'--job "{path}" cannot be used: {error.strerror}') from error
-
-    def read(self) -> tuple[str, dict[int, tuple[str, str]]]:
-        """The key, and by number the address and host of each member; empty if there are none to be read."""
-        try:
-            said = read_json(self._file.read_bytes(), key=str, members=dict)
-            members = {int(number): (str(one[0]), str(one[1])) for number, one in said["members"].items()}
-            return said["key"], members
-        except (OSError, Malformed, ValueError, LookupError, TypeError):
-            return "", {}
-
-    def write(self, key: str, members: Mapping[int, tuple[str, str]]) -> None:
-        """Replaces what is there at once. OSError: it cannot be written."""
-        new = self._file.with_suffix(".new")
-        with open(os.open(new, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
-            json.dump({"key": key, "members": members}, file)
-        os.replace(new, self._file)
-
-    def read_note(self, number: int) -> _Note | None:
-        """What the supervisor of a rank notes of it; None if it has no note here."""
-        said: dict[str, Any] = {}
-        try:
-            with open(supervisor.note_file(self.path, number), "rb") as file:
-                is_locked = not _can_lock(file)
-                for line in file:
-                    with contextlib.suppress(Malformed):
-                        said |= read_json(line)
-        except OSError:
-            return None
-        address, code = said.get("member"), said.get("code")
-        return _Note(is_locked, str(address) if _is_address(address) else "", code if isinstance(code, int) else None)
-
-    def clear(self) -> None:
-        """Forgets the job, which is over."""
-        for path in [self._file, *pathlib.Path(self.path).glob("rank.*")]:
-            with contextlib.suppress(OSError):
-                path.unlink()
-
-
-class _Note(NamedTuple):
-    """What a supervisor notes of a rank: where that listens, and the code of its end. It is locked until then."""
-
-    is_locked: bool
-    address: str
-    code: int | None
-
-
-def _can_lock(file: IO[bytes]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _is_address(text: object) -> bool:
-    return isinstance(text, str) and _ADDRESS.fullmatch(text) is not None
-
-
-class _Probe(NamedTuple):
-    """What was found of a rank: whether it lives, whether that is certain, and where it listens, if it is known."""
-
-    lives: bool
-    is_certain: bool
-    address: str
-
-
-def probe(folder: JobFolder | None, ranks: Mapping[int, str]) -> dict[int, _Probe]:
-    """Finds out which ranks live, by number, of whose ports these are the addresses; asks all at the same time."""
-    found: dict[int, _Probe] = {}
-
-    def ask(number: int, address: str) -> None:
-        note = None if folder is None else folder.read_note(number)
-        if note is not None:
-            found[number] = _Probe(note.is_locked, True, note.address or address)
-        else:
-            found[number] = _Probe(_answers(address), False, address)
-
-    for thread in [start_thread(ask, *rank) for rank in ranks.items()]:
-        thread.join()
-    return found
-
-
-def _answers(addresses: str) -> bool:
-    """Whether something accepts connections at one of these addresses of a rank."""
-    for address in filter(None, addresses.split(",")):
-        with contextlib.suppress(OSError, ValueError):
-            socket.create_connection(supervisor.split_address(address), _PROBE_TIMEOUT_S).close()
-            return True
-    return False
+    @property
+    def text(self) -> str:
+        return f"{self.who} {self.how}"
 
 
 class ElasticJob(HostsJob):
@@ -259,13 +148,15 @@ class ElasticJob(HostsJob):
         self._places: dict[int, _Place] = {}
         self._numbers = 0  # of supervisors so far
         self._discovered: queue.SimpleQueue[list[Host] | str] = queue.SimpleQueue()
-        self._probed: queue.SimpleQueue[tuple[_Place, _Probe]] = queue.SimpleQueue()
+        self._probed: queue.SimpleQueue[tuple[_Place, Probe]] = queue.SimpleQueue()
         self._is_probing = False
         self._has_said_threads = False
         self._backoff = self._make_backoff()  # of the whole job
         self._resets = 0
         self._few_since_s = time.monotonic()
         self._last_code = 1  # of the last loss
+        self._lost: list[tuple[_Place, _End]] = []  # of which is still to be said what follows,
+        self._lost_by_s = math.inf  # by then
         self._late_code = 0  # of a rank that ended badly after others had ended well
         self._is_first = True
         self._is_gathering = True
@@ -474,6 +365,8 @@ class ElasticJob(HostsJob):
     def _start_first(self, now_s: float) -> None:
         """Starts the first ranks, once each host has come or failed."""
         listed = [host for host in self._hosts_by_name.values() if host.slots]
+        if not listed and self._discover is None:
+            return self._end(128 + signal.SIGTERM, "no host is left: the job ends")
         slots = sum(host.slots for host in listed if host.is_up)
         if any(host.number is not None and not host.is_up for host in listed) or slots < self.options.min_np:
             return
@@ -501,7 +394,7 @@ class ElasticJob(HostsJob):
         for place in places:
             place.start_at_s, place.started_s, place.kill_at_s = math.inf, now_s, math.inf
             place.is_running = place.is_owned = True
-            place.is_leaving = place.is_consequence = False
+            place.is_leaving = place.is_consequence = place.is_refused = False
             place.address = place.error = ""
             self.peers[place.number] = Peer(place.number, channel, channel.host, None)
         self.options.np = max(self.options.np, len(self._places))
@@ -548,11 +441,12 @@ class ElasticJob(HostsJob):
             place.error = (report["text"].splitlines() or [""])[-1]
             # Not an error of all ranks, which disagree or have diverged: they would again.
             place.is_consequence = report["is_consequence"] and bool(report["facts"].get("failed_ranks"))
+            place.is_refused = bool(report["facts"].get("is_shared"))
 
     def take_member(self, peer: Peer, address: str) -> None:
         """Takes it that a rank listens for members there."""
         place = self._places.get(peer.rank)
-        if not _is_address(address):
+        if not is_address(address):
             raise Malformed(f'"{address}" is no address of a member')
         if place is not None and place.is_running and place.address != address:
             place.address, self._has_begun = address, True
@@ -572,7 +466,8 @@ class ElasticJob(HostsJob):
         if place.address and self._anew_at_s is None:  # it may live: its port tells
             place.is_owned, place.misses = False, 0
         else:
-            self._take_end(place, _End(f"rank {place.number} was lost with host {peer.host}", 1, True, False), now_s)
+            end = _End(f"rank {place.number}", f"was lost with host {peer.host}", 1, True, False)
+            self._take_end(place, end, now_s)
 
     def _describe(self, place: _Place, code: int, host: str) -> _End:
         """The end of a rank with an exit code as subprocess has it."""
@@ -583,7 +478,7 @@ class ElasticJob(HostsJob):
             how += f": {place.error}"
         is_from_outside = exit_code(code) in _FROM_OUTSIDE
         is_fault = code != 0 and not is_from_outside and not place.is_consequence and bool(place.address)
-        return _End(f"rank {place.number} on host {host} {how}", exit_code(code), is_from_outside, is_fault)
+        return _End(f"rank {place.number} on host {host}", how, exit_code(code), is_from_outside, is_fault)
 
     def _take_end(self, place: _Place, end: _End, now_s: float, code: int = 1) -> None:
         """Takes the end of a rank, and decides what becomes of its place and of the job."""
@@ -617,21 +512,40 @@ class ElasticJob(HostsJob):
             self.failure.ended(place.number, code, now_s)
 
     def _take_lost_rank(self, place: _Place, end: _End, now_s: float) -> None:
-        """Says how a rank ended and what follows, while training goes on."""
+        """Takes the loss of a rank while training goes on. If it ended by its own error, others may do so at once."""
         self._last_code = end.code
+        self._lost.append((place, end))
+        self._lost_by_s = min(self._lost_by_s, now_s + FAULT_S * end.is_fault)
+        if not any(one.is_running for one in self._places.values()):
+            self._lost_by_s = now_s
+        self._check_lost(now_s)
+
+    def _check_lost(self, now_s: float) -> None:
+        """Once it is time, says how ranks ended and what follows."""
+        if now_s < self._lost_by_s:
+            return
+        lost, self._lost, self._lost_by_s = self._lost, [], math.inf
         living = sum(one.is_running for one in self._places.values())
-        said = [end.text, f"{living or 'no'} rank{'s' * (living > 1)} go{'es' * (living < 2)} on"]
-        host = self._hosts_by_name.get(place.host)
-        if place.is_leaving or host is None or not host.is_up:
-            del self._places[place.number]  # a host that has a free slot gets another one
-        elif living:
-            said.append(self._plan_restart(place, now_s))
-        self.writer.say("; ".join(said))
+        errors = {end.how for _, end in lost}
+        if not living and len(lost) > 1 and len(errors) == 1 and lost[0][1].is_fault:
+            numbers = list_ranks(sorted(place.number for place, _ in lost))
+            return self._end(lost[0][1].code, f"all ranks that were left, {numbers}, {errors.pop()}: the job ends")
+        going_on = f"{living or 'no'} rank{'s' * (living > 1)} go{'es' * (living < 2)} on"
+        for place, end in lost:
+            host = self._hosts_by_name.get(place.host)
+            restart = ""
+            if place.is_leaving or host is None or not host.is_up or place.number not in self._places:
+                self._places.pop(place.number, None)  # a host that has a free slot gets another one
+            elif living and not self._is_done:
+                restart = self._plan_restart(place, now_s)
+            self.writer.say("; ".join(filter(None, [end.text, going_on, restart])))
         if not living:
-            self._restart_all(end, now_s)
+            self._restart_all(lost[-1][1], now_s)
 
     def _plan_restart(self, place: _Place, now_s: float) -> str:
         """Says when a rank is started again at its place."""
+        if place.is_refused:
+            return "it is not started again, as the others would refuse it again"
         if why := self._use_reset():
             return f"it is not started again, as {why}"
         wait_s = place.backoff.wait_s(now_s - place.started_s)
@@ -650,13 +564,13 @@ class ElasticJob(HostsJob):
         """No rank lives: begins anew, or ends the job if a program failed by itself, as it would again."""
         if end.is_fault or any(place.has_fault for place in self._places.values()):
             self._end(end.code, "no rank is left, and not all were ended from outside: the job ends")
-        elif self._discover is None and not any(host.slots for host in self._hosts_by_name.values()):
-            self._end(end.code, "no host is left: the job ends")
         else:
             self._start_anew("all ranks are lost", end.code, now_s)
 
     def _start_anew(self, why: str, code: int, now_s: float) -> None:
         """Ends all ranks, and starts a job that has no members yet, which goes on from its checkpoint if it has one."""
+        if self._discover is None and not any(host.slots for host in self._hosts_by_name.values()):
+            return self._end(code or 128 + signal.SIGTERM, f"{why}, and no host is left: the job ends")
         if limit := self._use_reset():
             return self._end(code, f"{why}; nothing is started again, as {limit}")
         wait_s = self._backoff.wait_s(now_s - self._started_s)
@@ -700,6 +614,7 @@ class ElasticJob(HostsJob):
             return self.stop()
         self._take_discovered()
         self._take_probed(now_s)
+        self._check_lost(now_s)
         self._check_supervisors(now_s)
         if self.is_stopping:
             return
@@ -788,6 +703,7 @@ class ElasticJob(HostsJob):
         if note is not None and note.code is not None:
             return self._take_end(place, self._describe(place, note.code, place.host), now_s, note.code)
         is_unknown = place.is_adopted and note is None  # it may have ended well, and is not to run once more
-        text = f"rank {place.number} on host {place.host} has gone" + ", and how it ended is not known" * is_unknown
+        who = f"rank {place.number} on host {place.host}"
+        how = "has gone" + ", and how it ended is not known" * is_unknown
         code = 0 if is_unknown and self._is_done else 1
-        self._take_end(place, _End(text, code, not is_unknown, is_unknown), now_s, code)
+        self._take_end(place, _End(who, how, code, not is_unknown, is_unknown), now_s, code)

@@ -246,13 +246,13 @@ class Job:
              "settings": self._settings, "platform": _platform(), "end": self._own_slots.stop,
              "model": self._state.shapes() if self._is_fresh else {}}, "job.ranks",
         )  # fmt: skip
-        _compare(ranks, "settings")
-        _compare(ranks, "platform")
+        _compare(ranks, "settings", place.rank)
+        _compare(ranks, "platform", place.rank)
         if ranks[-1]["end"] != self._slots:
             raise ValueError(f"Job(slots={self._slots}) in a job that farandole.init(slots={ranks[-1]['end']}) began")
         steps = [facts["step"] for facts in ranks]
         if max(steps) < 0:
-            _compare(ranks, "model")
+            _compare(ranks, "model", place.rank)
             self._restore()
             steps = allgather_object(self.steps, "job.steps")
         leader = steps.index(max(steps))
@@ -522,14 +522,17 @@ def _platform() -> dict[str, str]:
     return {"torch": str(torch.__version__), "cpu": torch.backends.cpu.get_cpu_capability()}  # a str, which loads again
 
 
-def _compare(ranks: Sequence[Mapping[str, Any]], kind: str) -> None:
-    mine = ranks[0][kind]
+def _compare(ranks: Sequence[Mapping[str, Any]], kind: str, own: int) -> None:
+    """Raises MismatchError for ranks that differ: on all; for a newcomer on that one, which leaves the others by it."""
+    first = next((rank for rank, facts in enumerate(ranks) if facts["step"] >= 0), 0)
+    mine = ranks[first][kind]
     for rank, facts in enumerate(ranks):
-        for name in {**mine, **facts[kind]}:
+        is_newcomer = facts["step"] < 0 <= ranks[first]["step"]
+        for name in {**mine, **facts[kind]} if rank == own or not is_newcomer else ():
             if facts[kind].get(name) != mine.get(name):
                 raise MismatchError(
-                    f"Job: {name} is {mine.get(name)!r} on rank 0 and {facts[kind].get(name)!r} on rank {rank}; it is "
-                    "part of the result and must be the same"
+                    f"Job: {name} is {mine.get(name)!r} on rank {first} and {facts[kind].get(name)!r} on rank {rank}; "
+                    "it is part of the result and must be the same"
                 )
 
 

@@ -38,11 +38,12 @@ class Checkpoints:
         self._writer: threading.Thread | None = None
         self._is_readable = False  # as was tried with the first one
         self._error: ValueError | None = None
+        self._failure = ""  # why the last file could not be written
 
     def write(self, step: int, tree: Any, then: Callable[[], None]) -> None:
         """Begins to write a state that nobody changes; waits for the file before. Then calls ``then``.
 
-        A file that cannot be written is a warning: the training goes on.
+        A file that cannot be written is a warning, and further ones for the same reason none: the training goes on.
         """
         self.wait()
         self._writer = threading.Thread(target=self._write, args=(step, tree, then), name="farandole checkpoint")
@@ -104,12 +105,15 @@ class Checkpoints:
             name = f"step-{step:012}-{hashlib.sha256(content).hexdigest()}.pt"
             self._folder.mkdir(parents=True, exist_ok=True)
             _write_whole(self._folder / name, content)
-            self.last_step = step
+            self.last_step, self._failure = step, ""
             for _, _, path in self._files()[self._keep :]:
                 path.unlink(missing_ok=True)
             then()
         except OSError as error:
-            warnings.warn(f"checkpoint of step {step} was not written: {error}", RuntimeWarning, stacklevel=2)
+            before, self._failure = self._failure, str(error.strerror)
+            if before != self._failure:
+                text = f"checkpoint of step {step} was not written: {error}; those that fail alike are not reported"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def _write_whole(path: pathlib.Path, content: memoryview) -> None:
