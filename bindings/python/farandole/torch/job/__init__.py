@@ -13,7 +13,6 @@ import functools
 import hashlib
 import os
 import signal
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -22,6 +21,7 @@ import torch
 
 import farandole
 from farandole import basics, ops
+from farandole._signals import SignalNotes
 from farandole.chain import Chain, settings_line
 from farandole.exceptions import HorovodInternalError, MismatchError
 from farandole.objects import allgather_object
@@ -450,25 +450,13 @@ class Job:
 
     @contextlib.contextmanager
     def _handled_signals(self) -> Iterator[None]:
-        """Notes the signals that were asked for; a handler of the program is called as well."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.getsignal(number) for number in self._signals}
-
-        def note(number: int, frame: Any) -> None:
-            (self.leave if self._signals[number] == _LEAVE else self.stop)()
-            handler = before[number]
-            if callable(handler):
-                handler(number, frame)
-
-        for number in before:
-            signal.signal(number, note)
+        """Notes the signals that were asked for."""
+        notes = SignalNotes(lambda number: self.leave() if self._signals[number] == _LEAVE else self.stop())
+        notes.add(self._signals)
         try:
             yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+            notes.close()
 
 
 def _check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.nn.Parameter]]:
