@@ -117,6 +117,14 @@ const std::array kSettings = {
             "and infinity. raise: the operation fails on all ranks, by an error that names the "
             "rank, the element, and the tensor or the gradient and its step; warn: the rank logs "
             "the same."},
+    Setting{
+        "FARANDOLE_HASH_STEPS", &Config::hash_steps, "steps", 0, 1e9, true,
+        "Of each so many-th step of a DistributedOptimizer the reduced gradients, in host memory, "
+        "are hashed and compared between ranks: if they differ all get an error that names "
+        "the step, the first tensor, and which ranks are alike; 0: of none."},
+    Setting{"FARANDOLE_HASH_DIR", &Config::hash_dir, "path", 0, 0, false,
+            "Folder where rank 0 writes these hashes, for `farandole verify`: chain.jsonl, of "
+            "further optimizers chain.1.jsonl and so on; empty: no files."},
     Setting{"FARANDOLE_LOG_LEVEL", &Config::log_level, "", 0, 0, false,
             "Least severe message written to stderr."},
     Setting{

@@ -49,6 +49,8 @@ struct Config {
   int64_t slots = 0;    ///< Of the job, see core/slots.h; 0: none.
   bool join_allreduce_only = false;  ///< Once a rank has joined, as Horovod has it.
   NanCheck nan_check = NanCheck::kOff;
+  int64_t hash_steps = 0;  ///< The Python package hashes gradients of each n-th step; 0: of none.
+  std::string hash_dir;    ///< Where it writes the hashes; empty: nowhere.
   LogLevel log_level = LogLevel::kWarning;
   bool allow_pickle = true;     ///< 0: the Python package neither sends nor reads pickles.
   std::string timeline;         ///< Path of the file to write from the start; see core/timeline.h.

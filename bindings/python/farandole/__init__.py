@@ -10,7 +10,7 @@ an NVIDIA GPU. It imports no framework. ``farandole.torch`` is the frontend for 
     mean = farandole.allreduce(np.full(4, farandole.rank(), np.float32))
 """
 
-from farandole import _core, basics, exceptions, generations, ops
+from farandole import _core, basics, exceptions, generations, ops, stopping
 from farandole._in_process import in_process
 from farandole._spawn import spawn
 from farandole.basics import *
@@ -18,6 +18,7 @@ from farandole.exceptions import *
 from farandole.generations import *
 from farandole.objects import allgather_object, broadcast_object
 from farandole.ops import *
+from farandole.stopping import *
 
 __version__: str = _core.version
 
@@ -26,3 +27,4 @@ __all__ += basics.__all__
 __all__ += exceptions.__all__
 __all__ += generations.__all__
 __all__ += ops.__all__
+__all__ += stopping.__all__

@@ -26,6 +26,10 @@ def use_library(type: type, library: object | None) -> None:
 def describe(array: object) -> tuple[int, str, tuple[int, ...], bool, int, bool] | None:
     """Address, dtype, shape, is C-contiguous, CUDA device or -1, is writable; None: cannot be read."""
 
+def digests(arrays: list[Any]) -> list[int]:
+    """Of each array's memory a signed number of 64 bits, which changes with any one bit. ValueError: one does not lie
+    in host memory, in C order."""
+
 def plain_reduction(
     kind: int, how: int, type: type, of_thread: ContextVar[Any], process: object, global_set: object,
     options: Callable[[int, int | None, int], Options],

@@ -80,6 +80,7 @@ class Context:
     #: By process set, how many optimizers were ever wrapped with op=Adasum.
     adasum_counts: dict[int, int] = dataclasses.field(default_factory=dict)
     is_homogeneous: bool = True  # all hosts have as many ranks
+    stop: Any = None  # what stop_requested() knows
 
     def __post_init__(self) -> None:
         self.topology = Topology(*self.core.topology())
@@ -204,7 +205,7 @@ def init(
             _Process.default = Context(_join(rank, size, local_rank, address, store, slots or 0, elastic, members))
         _horovod.report(*_Process.default.topology[:2])
         if address := _Process.default.core.members(_Process.default.topology.rank):
-            _tell_launcher(json.dumps({"member": address}))
+            tell_launcher(json.dumps({"member": address}))
         _mark_copies_of_the_environment()
         try:
             if comm is not None:
@@ -695,11 +696,12 @@ def _is_consequence(error: type[BaseException], facts: Mapping[str, Any]) -> boo
 
 def _report(report: str) -> None:
     """Tells ``farandolerun`` what ends this rank, so that it names the one that failed first."""
-    _tell_launcher(report)
+    tell_launcher(report)
     _Process.report_path = ""
 
 
-def _tell_launcher(report: str) -> None:
+def tell_launcher(report: str) -> None:
+    """Reports a line of JSON to ``farandolerun``, if that has started this rank."""
     if pathlib.Path(_Process.report_path).is_fifo():  # a name of /proc, which in a container can be another file's
         with contextlib.suppress(OSError), open(_Process.report_path, "w") as file:
             file.write(report + "\n")

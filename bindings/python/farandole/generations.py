@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from farandole import _horovod, basics, exceptions
+from farandole import _horovod, basics, exceptions, stopping
 from farandole.exceptions import HorovodInternalError
 
 __all__ = ["change_is_due", "generation", "members", "reinit"]
@@ -36,7 +36,7 @@ def reinit() -> None:
                 basics._Process.default = None
                 ended.close()  # what Python keeps with it
         exceptions.latest.clear()
-        basics._Process.default = basics.Context(core)
+        basics._Process.default = basics.Context(core, stop=stopping.carried(ended.stop))
         _horovod.report(*basics._Process.default.topology[:2])
         with contextlib.suppress(HorovodInternalError):  # the next operation says it again
             basics._compare_hosts(basics._Process.default)

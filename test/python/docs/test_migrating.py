@@ -224,3 +224,75 @@ def test_a_variable_of_horovod_is_read_as_horovod_reads_it_where_ours_is_not_set
     assert {name: text for name, text in os.environ.items() if text} == {
         name: text for name, text in before.items() if text
     }
+
+
+#: By file, tests and what of Horovod's elastic they show, with docs/horovod.md where it is another thing here.
+ELASTIC = {
+    "test_elastic": {
+        "callbacks_run_after_each_restore_in_their_order":
+            "run: func(state, *args, **kwargs); on_reset, reset, register_reset_callbacks",
+        "what_was_set_before_the_function_runs_is_what_it_gets":
+            "run: sync, then func",
+        "a_failed_collective_goes_on_from_the_last_commit_as_if_it_had_not_failed":
+            "run: an internal error restores",
+        "what_is_said_of_hosts_interrupts_all_ranks_without_a_step_back":
+            "run: an interrupt keeps the state; check_host_updates, on_hosts_updated, skip_sync; notification_manager",
+        "other_exceptions_and_interrupts_leave_the_function":
+            "run: other exceptions leave",
+        "what_fails_again_and_again_without_a_commit_is_raised":
+            "run: failures without end",
+        "a_reset_function_is_called_after_each_restore_and_before_callbacks":
+            "run_fn(func, reset)",
+        "a_state_of_the_users_own_class":
+            "State: a class of the user's",
+        "horovods_first_arguments_are_taken":
+            "State(bcast_object, get_rank)",
+        "all_kinds_of_attributes_are_saved_restored_and_synchronized":
+            "ObjectState, TorchState: save, restore, sync, commit",
+        "types_can_have_handlers_of_their_own_and_attributes_be_reassigned":
+            "TorchState: attributes may be reassigned; registry",
+        "the_ranks_share_out_the_whole_data_set":
+            "ElasticSampler: len, iter, num_replicas, rank",
+        "an_epoch_is_gone_on_with_after_a_commit":
+            "ElasticSampler: record_batch, set_epoch, state_dict",
+        "a_sampler_goes_where_another_one_stood":
+            "ElasticSampler: load_state_dict, remaining_indices",
+        "indices_that_are_not_the_next_ones_are_refused":
+            "ElasticSampler: record_indices",
+        "a_lost_rank_ends_the_function_with_one_sentence":
+            "a lost rank of a fixed job",
+    },
+    "test_reinit": {
+        "the_same_optimizer_goes_on_whoever_is_lost_and_whoever_comes":
+            "run: ranks and size are new; ElasticSampler: reset with other ranks",
+    },
+    "test_compat": {
+        "modules_have_the_names_that_scripts_import":
+            "exceptions and modules",
+        "a_mismatch_of_versions_is_an_import_error_that_knows_them":
+            "HorovodVersionMismatchError",
+    },
+    "test_elastic_launch": {
+        "hosts_come_and_go_with_the_discovery_script":
+            "discovery is polled; max np",
+        "a_rank_that_is_lost_is_started_again_as_a_newcomer_after_waits_that_double":
+            "cooldown doubles",
+        "too_few_ranks_for_too_long_end_the_job_with_the_code_of_the_last_loss":
+            "min np, elastic timeout",
+        "the_reset_limit_counts_all_restarts_and_the_last_rank_ends_the_job":
+            "reset limit",
+        "a_supervisor_that_is_killed_takes_its_ranks_along_and_is_started_again":
+            "ranks stay on their hosts",
+        "ranks_that_are_all_lost_from_outside_start_anew_with_another_key":
+            "no old host is left",
+        "how_a_rank_was_lost_is_said":
+            "a failed worker and its host",
+        "a_host_that_gives_notice_leaves_and_gets_no_rank_until_it_is_listed_anew":
+            "notice of a host",
+    },
+}  # fmt: skip
+
+
+def test_each_row_of_horovods_elastic_has_its_test():
+    tests = {file.stem: file.read_text() for file in (REPOSITORY / "test" / "python").rglob("test_*.py")}
+    assert [name for file, rows in ELASTIC.items() for name in rows if f"def test_{name}(" not in tests[file]] == []

@@ -85,10 +85,12 @@ MODULES = {
     "horovod.torch.sync_batch_norm": "SyncBatchNorm",
     "horovod.torch.elastic": "run run_fn init shutdown TorchState ElasticSampler",
     "horovod.torch.elastic.sampler": "ElasticSampler",
-    "horovod.torch.elastic.state": "TorchState",
+    "horovod.torch.elastic.state": "TorchState StateHandler ModelStateHandler OptimizerStateHandler "
+    "SamplerStateHandler get_handler_registry set_handler_registry",
     "horovod.common.basics": "HorovodBasics",
-    "horovod.common.elastic": "State ObjectState run_fn",
-    "horovod.common.exceptions": "HorovodInternalError HostsUpdatedInterrupt",
+    "horovod.common.elastic": "State ObjectState run_fn notification_manager",
+    "horovod.common.exceptions": "HorovodInternalError HostsUpdatedInterrupt HorovodVersionMismatchError "
+    "get_version_mismatch_message",
     "horovod.common.process_sets": "ProcessSet global_process_set add_process_set remove_process_set",
     "horovod.common.util": "check_extension gpu_available num_rank_is_power_2 split_list",
     "horovod.runner": "run",
@@ -102,6 +104,15 @@ def test_modules_have_the_names_that_scripts_import(module, monkeypatch):
     found = importlib.import_module(module)
     missing = [name for name in MODULES[module].split() if not hasattr(found, name)]
     assert missing == []
+
+
+def test_a_mismatch_of_versions_is_an_import_error_that_knows_them(monkeypatch):
+    monkeypatch.syspath_prepend(PATH)
+    exceptions = importlib.import_module("horovod.common.exceptions")
+    error = exceptions.HorovodVersionMismatchError("torch", "2.0", "1.0")
+    assert isinstance(error, ImportError)
+    assert (error.name, error.version, error.installed_version) == ("torch", "2.0", "1.0")
+    assert str(error) == exceptions.get_version_mismatch_message("torch", "2.0", "1.0")
 
 
 @pytest.mark.parametrize("module", ["horovod", "horovod.torch.mpi_ops", "horovod.common.util"])

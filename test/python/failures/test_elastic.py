@@ -332,6 +332,82 @@ def test_names_of_methods_are_refused_as_attributes():
         elastic.ObjectState(commit=1)
 
 
+def test_types_can_have_handlers_of_their_own_and_attributes_be_reassigned():
+    class Counter:
+        value = 0
+
+    class Handler(elastic.StateHandler):
+        def save(self):
+            self.saved = self.value.value
+
+        def restore(self):
+            self.value.value = self.saved
+
+        def sync(self):
+            self.value.value = fl.broadcast_object(self.value.value)
+            self.save()
+
+    def body(rank):
+        state = elastic.TorchState(nn.Linear(2, 1), counter=Counter(), step=0)
+        first, state.counter = state.counter, Counter()
+        state.counter.value = 3 + rank
+        state.sync()
+        state.counter.value = 9
+        state.model = nn.Linear(3, 1)  # from now on this one's state is saved
+        with torch.no_grad():
+            state.model.weight.zero_()
+        state.restore()
+        return first.value, state.counter.value, bool(state.model.weight.any())
+
+    before = elastic.get_handler_registry()
+    assert [kind for kind, _ in before] == [nn.Module, torch.optim.Optimizer, elastic.ElasticSampler]
+    elastic.set_handler_registry([(Counter, Handler), *before])
+    try:
+        assert run_threads(2, body) == [(0, 3, True)] * 2
+    finally:
+        elastic.set_handler_registry(before)
+
+
+#: What hosts are said to be by whom, and what then becomes of a value that each rank has for itself.
+HOSTS_CHANGE = """
+import farandole.torch as fl
+from farandole.torch import elastic
+
+fl.init(elastic=True)
+calls = []
+
+@elastic.run
+def train(state):
+    calls.append((state.own, fl.generation()))
+    if len(calls) > 3:
+        return
+    state.own = 10 * len(calls) + fl.rank()
+    if fl.rank() == 1:
+        elastic.notification_manager.handle_hosts_updated(0.0, 1)  # removed
+    if fl.rank() == 0 and len(calls) == 2:
+        state.on_hosts_updated(0.0, 2)  # added
+    state.check_host_updates() if len(calls) < 3 else state.commit()
+
+state = elastic.ObjectState(own=fl.rank())
+resets = []
+state.register_reset_callbacks([lambda: resets.append(fl.size())])
+train(state)
+elastic.notification_manager.handle_hosts_updated(0.0, 1)  # nobody listens any more
+fl.barrier()
+state.check_host_updates()
+tell(f"{calls} {resets}")
+"""
+
+
+@pytest.mark.once
+def test_what_is_said_of_hosts_interrupts_all_ranks_without_a_step_back():
+    """Rank 0's value is everyone's again unless hosts were only removed."""
+    told = run_forked(2, HOSTS_CHANGE, FARANDOLE_ELASTIC="1")
+    generations = [1, 2, 3, 4]
+    expected = [list(zip(values, generations, strict=True)) for values in ([0, 10, 20, 30], [0, 11, 20, 31])]
+    assert told == [f"{calls} [2, 2, 2]" for calls in expected]
+
+
 def test_horovods_first_arguments_are_taken():
     state = elastic.ObjectState(lambda obj: {"step": 9}, lambda: 0, step=1)
     state.sync()
@@ -458,6 +534,25 @@ def test_an_epoch_is_gone_on_with_after_a_commit(by):
 
     together = [index for one in run_threads(2, body) for index in one]
     assert sorted(set(together)) == list(range(23)) and len(together) == 24
+
+
+def test_a_sampler_goes_where_another_one_stood():
+    def body(rank):
+        one, other = (elastic.ElasticSampler(range(9), shuffle=False) for _ in range(2))
+        one.set_epoch(2)
+        one.record_batch(0, 1)
+        one.record_batch(1, 1)
+        assert one.remaining_indices == list(range(9))  # until reset()
+        other.load_state_dict(one.state_dict())
+        one.reset()
+        assert other.state_dict() == {"epoch": 2, "processed_num": 4}
+        assert (other.epoch, other.processed_num, other.remaining_indices) == (2, 4, [4, 5, 6, 7, 8])
+        assert list(one) == list(other) == ([4, 6, 8], [5, 7, 4])[rank]
+        for number in range(9):
+            other.record_batch(number, 1)
+        return other.processed_num
+
+    assert run_threads(2, body) == [9, 9]
 
 
 def test_indices_that_are_not_the_next_ones_are_refused():

@@ -108,7 +108,7 @@ class Members:
         key = folder / "key"
         key.write_bytes(secrets.token_bytes(32))
         key.chmod(0o600)
-        self.own = {"FARANDOLE_KEY_FILE": str(key)}
+        self.own = {"FARANDOLE_KEY_FILE": str(key), "FARANDOLE_HASH_STEPS": "1"}
         self.address = f"127.0.0.1:{free_port()}"
         self.processes = [self.start(rank) for rank in range(RANKS)]
 

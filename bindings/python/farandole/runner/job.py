@@ -140,6 +140,7 @@ class Job:
             what started the ranks; 1 instead of 0 if something could not be written.
         results: Rank -> what its function returned.
         stopped_by: The signal that ended the job, if one did.
+        asks_to_stop: It has ranks that stop by themselves at such a signal, which have time until the next one.
     """
 
     def __init__(self, options: Options, writer: Writer, function: bytes | None = None) -> None:
@@ -152,6 +153,7 @@ class Job:
         self.peers: dict[int, Peer] = {}  # by rank
         self.starters: dict[str, subprocess.Popen[bytes]] = {}  # name -> what starts ranks
         self.is_stopping = False
+        self.asks_to_stop = self._stops_by_itself = False  # the latter: a rank, when it gets SIGTERM
         self._has_joined = False  # any rank, or it is not known
         self._queue: queue.Queue[tuple[Channel | str, Message]] = queue.Queue(_MAX_QUEUED)
         self._threads: list[threading.Thread] = []
@@ -446,8 +448,12 @@ class Job:
 
     def _take_report(self, peer: Peer, text: bytes) -> None:
         try:
-            if isinstance(address := read_json(text).get("member"), str):
+            said = read_json(text)
+            if isinstance(address := said.get("member"), str):
                 return self.take_member(peer, address)
+            if said.get("stops") is True:
+                self._stops_by_itself = True
+                return
             report = read_report(text)
         except Malformed as error:
             return self._drop(peer.host, error)
@@ -484,9 +490,13 @@ class Job:
             self._kill_at_s = 0.0
             return
         self.stopped_by = number
+        self.asks_to_stop = self._stops_by_itself and number != signal.SIGPIPE
         if number != signal.SIGPIPE:
-            self.writer.say(f"{signal.Signals(number).name}: ending all ranks")
+            how = "asking all ranks to stop, which another signal ends" if self.asks_to_stop else "ending all ranks"
+            self.writer.say(f"{signal.Signals(number).name}: {how}")
         self.stop()
+        if self.asks_to_stop:
+            self._kill_at_s = math.inf
 
     def _check_times(self, now_s: float) -> None:
         while self._signals:

@@ -290,7 +290,7 @@ class MpirunJob(Job):
         mpirun = self.starters["mpirun"]
         if mpirun.poll() is None and number == signal.SIGKILL:
             os.killpg(mpirun.pid, number)  # with its remote shells
-        else:
+        elif not self.asks_to_stop:  # mpirun would kill them soon
             mpirun.send_signal(number)
 
     def describe_end(self, has_all: bool) -> tuple[int, str]:

@@ -9,11 +9,12 @@
 The gradients are averaged over all ranks when ``backward()`` returns.
 """
 
-from farandole import allgather_object, basics, broadcast_object, exceptions, generations, in_process
+from farandole import allgather_object, basics, broadcast_object, exceptions, generations, in_process, stopping
 from farandole.basics import *
 from farandole.exceptions import *
 from farandole.generations import *
 from farandole.ops import Adasum, Average, Handle, Max, Min, Product, Sum, barrier, interrupted, join, poll, synchronize
+from farandole.stopping import *
 from farandole.torch import elastic, ops
 from farandole.torch._watch import watch
 from farandole.torch.compression import Compression, PowerSGD
@@ -41,3 +42,4 @@ __all__ += basics.__all__
 __all__ += exceptions.__all__
 __all__ += generations.__all__
 __all__ += ops.__all__
+__all__ += stopping.__all__

@@ -11,8 +11,9 @@ import copy
 import functools
 import itertools
 import math
+import queue
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, TypeVar
 
 import torch
@@ -26,11 +27,13 @@ from farandole.torch.functions import broadcast_optimizer_state, broadcast_param
 from farandole.torch.ops import allreduce
 
 __all__ = [
-    "ElasticSampler", "HorovodInternalError", "HostsUpdatedInterrupt", "ObjectState", "State",
-    "TorchState", "init", "run", "run_fn", "shutdown",
+    "ElasticSampler", "HorovodInternalError", "HostsUpdatedInterrupt", "ModelStateHandler", "ObjectState",
+    "OptimizerStateHandler", "SamplerStateHandler", "State", "StateHandler", "TorchState", "get_handler_registry",
+    "init", "notification_manager", "run", "run_fn", "set_handler_registry", "shutdown",
 ]  # fmt: skip
 
 _MAX_FAILURES = 3  # of a function without a commit in between
+_REMOVED, _ADDED = 1, 2  # bits of what Horovod tells of hosts
 _Broadcast = Callable[[Any], Any] | None
 _Result = TypeVar("_Result")
 
@@ -61,6 +64,7 @@ class State:
         del get_rank
         self._bcast_object = bcast_object or _broadcast
         self._reset_callbacks: list[Callable[[], Any]] = []
+        self._host_updates: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
         """Adds functions to be called after each restore, in their order."""
@@ -82,14 +86,31 @@ class State:
         self.commits += 1
         self.check_host_updates()
 
+    def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
+        """Makes the next :meth:`check_host_updates` interrupt all ranks. From any thread.
+
+        Args:
+            timestamp: Ignored; for compatibility with Horovod.
+            update_res: 1: hosts were removed; 2: added; 3: both; 0: neither.
+        """
+        del timestamp
+        self._host_updates.put(update_res)
+
     def check_host_updates(self) -> None:
-        """In an elastic job of all ranks together: whether processes wait to be let in. Else it does nothing.
+        """In an elastic job of all ranks together: whether processes wait to be let in, or a rank was told that hosts
+        have changed. Else it does nothing.
 
         Raises:
-            HostsUpdatedInterrupt: They do, on all ranks.
+            HostsUpdatedInterrupt: On all ranks. With ``skip_sync`` if hosts were removed and none added.
         """
-        if members() and allreduce(torch.tensor(int(change_is_due())), op=Max, name="elastic.change").item():
-            raise HostsUpdatedInterrupt
+        if not members():
+            return
+        updates = _ADDED if change_is_due() else 0
+        while not self._host_updates.empty():
+            updates |= self._host_updates.get()
+        most = allreduce(torch.tensor(updates), op=Max, name="elastic.change").item()
+        if most:
+            raise HostsUpdatedInterrupt(skip_sync=most == _REMOVED)
 
     def save(self) -> None:
         """Keeps a copy of the state in memory."""
@@ -107,11 +128,89 @@ class State:
         """For subclasses: what to do after a restore, before the callbacks."""
 
 
+class StateHandler:
+    """How an attribute of a :class:`TorchState` is saved, restored and synchronized; for subclasses, which
+    :func:`set_handler_registry` makes known.
+
+    Args:
+        value: The attribute.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def save(self) -> None:
+        """Keeps a copy in memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Brings back what was last saved."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Gives every rank rank 0's, and saves it."""
+        raise NotImplementedError
+
+    def set_value(self, value: Any) -> None:
+        """Takes another object in its place, and saves it."""
+        self.value = value
+        self.save()
+
+
+class ModelStateHandler(StateHandler):
+    """Of a model."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.save()
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        self.value.load_state_dict(copy.deepcopy(self._saved))
+
+    def sync(self) -> None:
+        broadcast_parameters(self.value.state_dict(), root_rank=0)
+        self.save()
+
+
+class OptimizerStateHandler(ModelStateHandler):
+    """Of an optimizer, whose gradients a restore drops."""
+
+    def restore(self) -> None:
+        super().restore()
+        _drop_gradients(self.value)
+
+    def sync(self) -> None:
+        broadcast_optimizer_state(self.value, root_rank=0)
+        self.save()
+
+
+class SamplerStateHandler(ModelStateHandler):
+    """Of an :class:`ElasticSampler`, and of anything else with ``state_dict()`` and ``load_state_dict()``."""
+
+    def sync(self) -> None:
+        self.value.load_state_dict(_broadcast(self.value.state_dict()))
+        self.save()
+
+
+def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
+    """The handlers of attributes, by type; the first that fits counts."""
+    return _handlers_by_type
+
+
+def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> None:
+    """Those of states that are made from now on."""
+    global _handlers_by_type
+    _handlers_by_type = registry
+
+
 class ObjectState(State):
     """State made of attributes: models, optimizers, samplers, schedulers, and any values.
 
-    For objects with ``state_dict()`` and ``load_state_dict()`` it saves the state and keeps the object;
-    everything else is deep-copied.
+    For objects of a type of :func:`get_handler_registry`, and for those with ``state_dict()`` and
+    ``load_state_dict()``, it saves the state and keeps the object; everything else is deep-copied.
 
     Args:
         bcast_object, get_rank: As of :class:`State`.
@@ -120,53 +219,50 @@ class ObjectState(State):
         ValueError: A name is the name of a method.
     """
 
+    _handlers: Mapping[str, StateHandler] = {}  # until there are attributes
+
     def __init__(self, bcast_object: _Broadcast = None, get_rank: object = None, **values: Any) -> None:
         super().__init__(bcast_object, get_rank)
-        self._names = tuple(values)
-        for name, value in values.items():
+        for name in values:
             if hasattr(type(self), name):
                 raise ValueError(f"{type(self).__name__}: an attribute cannot be named {name}")
+        self._handlers = {name: kind(value) for name, value in values.items() if (kind := _handler_of(value))}
+        self._names = tuple(name for name in values if name not in self._handlers)
+        for name, value in values.items():
             setattr(self, name, value)
-        self.save()
+        self._save_values()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in self._handlers and self._handlers[name].value is not value:
+            self._handlers[name].set_value(value)
 
     def save(self) -> None:
         """Keeps a copy of all attributes in memory; those on a GPU stay there."""
-        self._saved = {name: copy.deepcopy(self._content(name)) for name in self._names}
+        for handler in self._handlers.values():
+            handler.save()
+        self._save_values()
 
     def restore(self) -> None:
         """Brings all attributes back to what was last saved; gradients of optimizers are dropped."""
-        self._load(copy.deepcopy(self._saved))
-        for name in self._names:
-            value = getattr(self, name)
-            if isinstance(value, torch.optim.Optimizer):
-                _drop_gradients(value)
+        for handler in self._handlers.values():
+            handler.restore()
+        self._set(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
         """Gives every rank rank 0's attributes, as they are now, and saves them."""
-        content = {}
-        for name in self._names:
-            value = getattr(self, name)
-            if isinstance(value, torch.nn.Module):
-                broadcast_parameters(value.state_dict(), root_rank=0)
-            elif isinstance(value, torch.optim.Optimizer):
-                broadcast_optimizer_state(value, root_rank=0)
-            else:
-                content[name] = self._content(name)
-        if content:
-            self._load(self._bcast_object(content))
-        self.save()
+        for handler in self._handlers.values():
+            handler.sync()
+        if self._names:
+            self._set(self._bcast_object({name: getattr(self, name) for name in self._names}))
+        self._save_values()
 
-    def _content(self, name: str) -> Any:
-        value = getattr(self, name)
-        return value.state_dict() if _is_stateful(value) else value
+    def _save_values(self) -> None:
+        self._saved = {name: copy.deepcopy(getattr(self, name)) for name in self._names}
 
-    def _load(self, content: dict[str, Any]) -> None:
-        for name, value in content.items():
-            owner = getattr(self, name)
-            if _is_stateful(owner):
-                owner.load_state_dict(value)
-            else:
-                setattr(self, name, value)
+    def _set(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(self, name, value)
 
 
 class TorchState(ObjectState):
@@ -182,6 +278,32 @@ class TorchState(ObjectState):
     ) -> None:
         own: dict[str, Any] = {"model": model, "optimizer": optimizer}
         super().__init__(**{k: v for k, v in own.items() if v is not None}, **values)
+
+
+class _NotificationManager:
+    """Tells states of hosts that come and go; Horovod's driver calls it, and here whoever knows of them."""
+
+    def __init__(self) -> None:
+        self._states: list[State] = []
+
+    def init(self) -> None:
+        """Does nothing; for compatibility with Horovod."""
+
+    def register_listener(self, state: State) -> None:
+        """From now on a state is told. :func:`run` does this while its function runs."""
+        self._states.append(state)
+
+    def remove_listener(self, state: State) -> None:
+        """And no longer."""
+        self._states.remove(state)
+
+    def handle_hosts_updated(self, timestamp: float, update_res: int) -> None:
+        """Calls :meth:`State.on_hosts_updated` of all."""
+        for state in [*self._states]:
+            state.on_hosts_updated(timestamp, update_res)
+
+
+notification_manager = _NotificationManager()
 
 
 def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
@@ -207,6 +329,14 @@ def run_fn(func: Callable[..., _Result], reset: Callable[[], object]) -> Callabl
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> _Result:
+        notification_manager.init()
+        notification_manager.register_listener(state)
+        try:
+            return go_on(state, *args, **kwargs)
+        finally:
+            notification_manager.remove_listener(state)
+
+    def go_on(state: State, *args: Any, **kwargs: Any) -> _Result:
         failures, syncs, is_again, commits = 0, True, False, state.commits
         while True:
             try:
@@ -258,8 +388,12 @@ def _broadcast(obj: Any) -> Any:
     return broadcast_object(obj, root_rank=0, name="elastic.state")
 
 
-def _is_stateful(value: Any) -> bool:
-    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+def _handler_of(value: Any) -> type[StateHandler] | None:
+    for kind, handler in _handlers_by_type:
+        if isinstance(value, kind):
+            return handler
+    is_stateful = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    return SamplerStateHandler if is_stateful else None
 
 
 def _drop_gradients(optimizer: Any) -> None:
@@ -353,3 +487,9 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def __len__(self) -> int:
         return len(self._indices)
+
+
+_handlers_by_type: list[tuple[type, type[StateHandler]]] = [
+    (torch.nn.Module, ModelStateHandler), (torch.optim.Optimizer, OptimizerStateHandler),
+    (ElasticSampler, SamplerStateHandler),
+]  # fmt: skip

@@ -40,6 +40,8 @@ _MODULES_BY_SOURCE = {
     "farandole.runner": "runner",
     "horovod": "common common.basics common.util runner.util runner.util.threads",  # this file
 }
+#: Module of Horovod -> what it has of this file besides.
+_EXTRA = {"horovod.common.exceptions": ("HorovodVersionMismatchError", "get_version_mismatch_message")}
 _SOURCES = {f"horovod.{module}": source for source, modules in _MODULES_BY_SOURCE.items() for module in modules.split()}
 
 
@@ -61,6 +63,7 @@ class _Modules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         source = importlib.import_module(_SOURCES[module.__name__])
         public = getattr(source, "__all__", [name for name in vars(source) if name[0] != "_"])
         names = {name: getattr(source, name) for name in public}
+        names |= {name: globals()[name] for name in _EXTRA.get(module.__name__, ())}
         names |= {name: change(names[name]) for name, change in _CHANGES.items() if name in names}
         if module.__name__ == "horovod.torch.optimizer":
             module.__dict__["_DistributedOptimizer"] = source.Distributed  # for isinstance()
@@ -128,6 +131,19 @@ def check_extension(ext_name: str, *_: object) -> None:
     """Raises ImportError for all of Horovod's frontends but ``horovod.torch``."""
     if ext_name != "horovod.torch":
         raise ImportError(f"{ext_name}: Farandole has horovod.torch only")
+
+
+def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
+    """What :class:`HorovodVersionMismatchError` says."""
+    return f"{name} is version {version}, but the package was built for version {installed_version}: build it again"
+
+
+class HorovodVersionMismatchError(ImportError):
+    """A framework of another version than at build time. For programs that catch it: Farandole never raises it."""
+
+    def __init__(self, name: str, version: str, installed_version: str) -> None:
+        super().__init__(get_version_mismatch_message(name, version, installed_version))
+        self.name, self.version, self.installed_version = name, version, installed_version
 
 
 def gpu_available(*_: object, **__: object) -> bool:

@@ -13,7 +13,6 @@ import functools
 import hashlib
 import os
 import signal
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -22,15 +21,17 @@ import torch
 
 import farandole
 from farandole import basics, ops
+from farandole._signals import SignalNotes
 from farandole.chain import Chain, settings_line
 from farandole.exceptions import HorovodInternalError, MismatchError
 from farandole.objects import allgather_object
+from farandole.torch._digests import StepDigests
 from farandole.torch.functions import map_tree
 from farandole.torch.job._checkpoints import Checkpoints
 from farandole.torch.job._message import Notes, decode, encode
 from farandole.torch.job._randomness import repeatable, seed_generators
 from farandole.torch.job._samples import Samples
-from farandole.torch.job._slots import SlotGradients, digest_of, wait_for_all
+from farandole.torch.job._slots import SlotGradients, wait_for_all
 from farandole.torch.job._state import TrainingState, digest_of_tree, digests_of
 from farandole.torch.job._values import SlotValues
 from farandole.torch.ops import allgather, allreduce_async_
@@ -134,7 +135,7 @@ class Job:
         self._own_slots = range(0)
         self._is_fresh = True  # it has no state of the job yet
         self._is_joined = False  # with the ranks of this generation
-        self._unverified: _Digests | None = None  # of the last step, which the next one compares
+        self._unverified: StepDigests | None = None  # of the last step, which the next one compares
         self._final = -1  # the last step that cannot run again
         self._wants_stop = self._wants_leave = False
         #: Whether all ranks have stopped, as a signal to one of them or :meth:`stop` asked for.
@@ -370,8 +371,7 @@ class Job:
         gradients.assign(present, self._slots * self._passages)
         with torch.no_grad():
             metrics = self._values.apply(sums, integers, self._passages)
-        tensors = torch.cat([gradients.digests(), digest_of(sums.view(torch.int64)).view(1)])
-        self._unverified = _Digests(step, int(digest_of(tensors)), tensors)
+        self._unverified = StepDigests.of(step, [*gradients.results, sums])
         if self._clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
         self._optimizer.step()
@@ -406,19 +406,11 @@ class Job:
     def _name_difference(self) -> None:
         """Raises MismatchError for a step whose results differ between ranks."""
         assert self._unverified is not None
-        step, _, tensors = self._unverified
-        by_rank = allgather(tensors.view(1, -1), name="job.digests")
-        differing = (by_rank != by_rank[0]).any(0).nonzero().flatten().tolist()
-        name = self._names[differing[0]]
-        alike: dict[int, list[str]] = {}
-        for rank, number in enumerate(by_rank[:, differing[0]].tolist()):
-            alike.setdefault(number, []).append(str(rank))
-        groups = " | ".join(", ".join(group) for group in alike.values())
-        what = name if name == _VALUES else f'the gradient of "{name}"'
-        text = f"step {step}: {what} was reduced to different values on different ranks; ranks alike: {groups}"
-        self._chain.write({"differs": text})
-        error = MismatchError(f"{text}; {len(differing)} of {len(self._names)} tensors differ")
-        error.tensor = name
+        by_rank = allgather(self._unverified.tensors.view(1, -1), name="job.digests")
+        error = self._unverified.name_difference(
+            by_rank, self._names, lambda name: name if name == _VALUES else f'the gradient of "{name}"'
+        )
+        self._chain.write({"differs": str(error).rpartition(";")[0]})
         raise error
 
     # Checkpoints, signals.
@@ -450,25 +442,13 @@ class Job:
 
     @contextlib.contextmanager
     def _handled_signals(self) -> Iterator[None]:
-        """Notes the signals that were asked for; a handler of the program is called as well."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.getsignal(number) for number in self._signals}
-
-        def note(number: int, frame: Any) -> None:
-            (self.leave if self._signals[number] == _LEAVE else self.stop)()
-            handler = before[number]
-            if callable(handler):
-                handler(number, frame)
-
-        for number in before:
-            signal.signal(number, note)
+        """Notes the signals that were asked for."""
+        notes = SignalNotes(lambda number: self.leave() if self._signals[number] == _LEAVE else self.stop())
+        notes.add(self._signals)
         try:
             yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+            notes.close()
 
 
 def _check_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.nn.Parameter]]:
@@ -539,16 +519,3 @@ def _compare(ranks: Sequence[Mapping[str, Any]], kind: str, own: int) -> None:
 def _hash_of_names(names: Sequence[str]) -> int:
     """A number of 56 bits."""
     return int.from_bytes(hashlib.blake2b("\n".join(names).encode(), digest_size=7).digest(), "little")
-
-
-class _Digests(NamedTuple):
-    """The digests of a step's results: of all, and of each tensor."""
-
-    step: int
-    total: int
-    tensors: torch.Tensor
-
-    def line(self) -> dict[str, Any]:
-        """As farandole.chain has it."""
-        hints = "".join(f"{(number >> 48) & 0xFFFF:04x}" for number in self.tensors.tolist())
-        return {"step": self.step, "gradients": f"{self.total & (1 << 64) - 1:016x}", "tensors": hints}

@@ -15,6 +15,7 @@ from farandole.basics import ProcessSet
 from farandole.torch.compression import Compression, PowerSGD, native_wire
 from farandole.torch.optimizer import _gradient_memory, _parameters
 from farandole.torch.optimizer._adasum import AdasumSteps
+from farandole.torch.optimizer._hashes import GradientHashes
 from farandole.torch.optimizer._parameters import Settings
 from farandole.torch.optimizer._reducer import GradientReducer
 from farandole.torch.optimizer._steps import Steps, adapt_scalers, evaluates_once, steps_of
@@ -175,6 +176,7 @@ def DistributedOptimizer(
         )
         reduces_loss = not evaluates_once(optimizer) if reduce_loss is None else reduce_loss
         steps = _steps(optimizer, named, settings, reduces_loss)
+        steps.hashes = _hashes_of(optimizer, named, group, None if settings.size == 1 else steps.own.number)
     if wrapped is not None:  # of a job that is over
         unwrap(optimizer)
     steps.install(optimizer)
@@ -230,6 +232,15 @@ def _steps(
     rank.reducers.add(reducer)
     others = sorted(shared, key=lambda other: other.number)
     return Steps(optimizer, rank, reducer, others, reduces_loss)
+
+
+def _hashes_of(
+    optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]], process_set: ProcessSet, number: int | None
+) -> GradientHashes | None:
+    core = basics.current().core
+    every, folder = int(core.setting("FARANDOLE_HASH_STEPS")), core.setting("FARANDOLE_HASH_DIR")
+    names = {parameter: name for name, parameter in named}
+    return GradientHashes(optimizer, names, process_set, number, every, folder) if every else None
 
 
 def _can_share(process_set: ProcessSet) -> bool:

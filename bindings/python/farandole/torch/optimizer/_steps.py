@@ -23,6 +23,7 @@ import torch
 from farandole import basics, ops
 from farandole.basics import Context
 from farandole.exceptions import HorovodInternalError
+from farandole.torch.optimizer._hashes import GradientHashes
 from farandole.torch.optimizer._reducer import GradientReducer
 
 Optimizer = torch.optim.Optimizer
@@ -44,6 +45,8 @@ class Steps:
         own: The reducer of its parameters; None with one rank.
         shared: Those of optimizers wrapped earlier that reduce some of its parameters.
         reduces_loss: Whether what a closure returns is reduced.
+    Attributes:
+        hashes: Of the gradients of steps; None: they are not hashed.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Steps:
         reduces_loss: bool = False,
     ) -> None:
         self.reduces_loss = reduces_loss
+        self.hashes: GradientHashes | None = None
         self._optimizer = weakref.ref(optimizer)
         self._rank = rank
         self._own = own
@@ -90,6 +94,12 @@ class Steps:
             )
         self.complete()
         return None
+
+    def after_plain_step(self) -> None:
+        """The optimizer's own ``step()`` has returned."""
+        if self.hashes is not None and self.hashes.are_due:
+            self.hashes.take()
+        self.after_step()
 
     def after_step(self) -> None:
         """The gradients have been used."""
@@ -212,7 +222,7 @@ class Steps:
 
     def end(self) -> None:
         """Releases the reducers; one that no other optimizer shares goes with its hooks."""
-        self._own, self._reducers, self._seen = None, [], []
+        self._own, self._reducers, self._seen, self.hashes = None, [], [], None
         self._was_alone = False
 
     # The methods an optimizer gains.
@@ -289,7 +299,7 @@ class ReplacedStep:
         self._is_bound = own is not None
         # torch.compile(optimizer.step) is for the step alone: what waits for ranks is not traced.
         self._before = torch.compiler.disable(_replace_closure)
-        self._after = torch.compiler.disable(steps.after_step)
+        self._after = torch.compiler.disable(steps.after_plain_step)
 
     @property
     def __self__(self) -> Optimizer | None:
@@ -427,9 +437,15 @@ def _replace_closure(
     steps: Steps, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Calls ``before_step`` with the closure among the arguments and puts its answer there."""
+    if steps.hashes is not None:
+        steps.hashes.verify()
+    closure = steps.before_step(args[0] if args else kwargs.get("closure"))
+    if steps.hashes is not None:
+        steps.hashes.are_due = True
+        if closure is None:  # before the step, which reads gradients that are then in the cache
+            steps.hashes.take()
     if args:
-        return (steps.before_step(args[0]), *args[1:]), kwargs
-    closure = steps.before_step(kwargs.get("closure"))
+        return (closure, *args[1:]), kwargs
     return args, (kwargs | {"closure": closure} if "closure" in kwargs else kwargs)
 
 
