@@ -11,10 +11,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+import farandole
 import farandole.torch as fl
 import job_training
 import warm_ranks
 from farandole import chain
+from farandole.exceptions import JobHaltedError
 from farandole.torch.job import _message, _slots
 from ranks import communicate, environment, run_threads, start_forked
 
@@ -210,6 +212,24 @@ def test_a_step_that_cannot_be_repeated_is_an_error(function, error, text):
             warnings.simplefilter("ignore")  # torch's of create_graph
             with pytest.raises(error, match=text):
                 list(job.epochs(1))
+
+    run_threads(1, body)
+
+
+def test_a_rank_that_the_others_went_on_without_says_that(monkeypatch):
+    def halt():
+        raise JobHaltedError("gone on")
+
+    monkeypatch.setattr(farandole, "change_is_due", lambda: True)
+    monkeypatch.setattr(farandole, "reinit", halt)
+
+    def body(_rank):
+        model = nn.Linear(3, 2)
+        job = job_of(model)
+        job.step(lambda batch: model(batch[0]).sum().backward())
+        with pytest.raises(JobHaltedError) as caught:
+            list(job.epochs(1))
+        assert caught.value.__context__ is None
 
     run_threads(1, body)
 

@@ -134,6 +134,7 @@ class Job:
         self._own_slots = range(0)
         self._is_fresh = True  # it has no state of the job yet
         self._is_joined = False  # with the ranks of this generation
+        self._changes = False  # as ranks that leave or come asked for
         self._unverified: _Digests | None = None  # of the last step, which the next one compares
         self._final = -1  # the last step that cannot run again
         self._wants_stop = self._wants_leave = False
@@ -233,7 +234,7 @@ class Job:
                     raise error from refused
 
     def _regroup(self) -> None:
-        self._is_joined, self._unverified = False, None
+        self._is_joined, self._changes, self._unverified = False, False, None
         farandole.reinit()
 
     def _join(self) -> None:
@@ -295,6 +296,8 @@ class Job:
         known = len(self.history)
         while len(self.history) == known and not self.stop_requested:
             self._recovering(functools.partial(self._step_after, self.steps))
+            if self._changes:
+                self._regroup()
             is_last = self.stop_requested or len(self.history) >= count
             if is_last or self.steps % self._checkpoint_steps == 0:
                 self._recovering(self._verify)
@@ -319,8 +322,7 @@ class Job:
         if notes.leaves and self._wants_leave and not self.stop_requested:
             farandole.shutdown()
             raise SystemExit(_LEFT)
-        if (notes.leaves or notes.changes) and not self.stop_requested:
-            self._regroup()
+        self._changes = bool(notes.leaves or notes.changes) and not self.stop_requested
 
     def _run_slots(self) -> None:
         assert self._function is not None
