@@ -31,7 +31,7 @@ EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
 STEPS_PER_EPOCH = 32
 CHECKPOINT_STEPS = 20  # as the example has it
 NEWCOMER_S = 3.0  # in which one is killed after its start: it imports torch and joins
-STEPS_PER_EVENT = 12
+STEPS_PER_EVENT = 14
 STALL_S = 180  # without a step, or until ranks are there that an event needs
 #: How often each kind comes, and how many ranks it needs; half of them wait for one more.
 KINDS = {
@@ -48,6 +48,7 @@ class Training:
         self.output, self.chain = folder / "output", folder / "run" / "chain.jsonl"
         self.step, self.generations = -1, list[tuple[int, int]]()  # the last one; first step and ranks of each
         self.restored = 0  # times that only a checkpoint was left
+        self.leaving = set[int]()  # if the others are lost these stop, which is another trial
         self._read = 0
         hosts = folder / "hosts"
         hosts.write_text(f"#!/bin/sh\ncat {folder}/slots\n")
@@ -76,7 +77,11 @@ class Training:
         self.relaunch()
         for rank in self.ranks():
             self.until(lambda: sum(self.ranks().values()) > 1)
-            send(rank, signal.SIGTERM)
+            self.leave(rank)
+
+    def leave(self, rank: int) -> bool:
+        self.leaving.add(rank)
+        return send(rank, signal.SIGTERM)
 
     def set_slots(self, slots: int) -> None:
         self.slots = slots
@@ -85,14 +90,14 @@ class Training:
         new.replace(self.folder / "slots")
 
     def ranks(self) -> dict[int, bool]:
-        """Process ids, of whichever launcher, and whether each has joined."""
+        """Process ids, of whichever launcher, and whether each has joined and is not to leave."""
         found = {}
         for path in pathlib.Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 words = (path / "cmdline").read_bytes().split(b"\0")
                 if b"uninterrupted.py" in words[1:2] and f"--folder={self.folder}/run".encode() in words:
                     threads = {comm.read_text().strip() for comm in (path / "task").glob("*/comm")}
-                    found[int(path.name)] = "farandole-eng" in threads
+                    found[int(path.name)] = "farandole-eng" in threads and int(path.name) not in self.leaving
         return found
 
     def newcomers(self, ranks: Container[int]) -> list[int]:
@@ -176,7 +181,9 @@ def disturb(training: Training, kind: str, least: int, draw: random.Random) -> b
         return False
     if kind == "stop":
         return stop(training, first)
-    if not send(first, signal.SIGTERM if kind == "leave" else signal.SIGKILL):
+    if kind == "leave":
+        return training.leave(first)
+    if not send(first, signal.SIGKILL):
         return False
     if kind == "kill one more":
         time.sleep(draw.uniform(0.0, 0.1))
@@ -268,7 +275,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--events", type=int, default=20)
     parser.add_argument("--all-at-once", type=int, default=0, help="times, with as many ranks, and again with others")
-    parser.add_argument("--every", type=float, default=5, help="steps from one event to the next, on average")
+    parser.add_argument("--every", type=float, default=2, help="steps from one event to the next, on average")
     parser.add_argument("--pause", type=float, default=0.08, help="seconds of a disturbed batch")
     parser.add_argument("--seed", type=int, default=1, help="of the training and the events")
     parser.add_argument("--folder", type=pathlib.Path)

@@ -78,6 +78,10 @@ def test_sigterm_on_a_rank_stops_all_after_the_same_step(tmp_path):
 def test_sigterm_on_a_rank_of_an_elastic_job_makes_it_leave_after_its_step(tmp_path):
     said = train(3, "conv", tmp_path, "term1=3", codes=[0, 143, 0], FARANDOLE_ELASTIC="1")
     assert [said[0], said[2]] == [undisturbed("conv")] * 2
+    last = tmp_path / "last"  # which writes a checkpoint, and does not end like one that has completed the training
+    assert train(1, "mlp", last, "term0=3", codes=[143], FARANDOLE_ELASTIC="1") == [""]
+    assert train(1, "mlp", last) == [undisturbed("mlp")]
+    assert [line["next_step"] for line in chain.read(last / chain.FILE_NAME) if "next_step" in line] == [0, 4]
 
 
 def test_after_deaths_the_rest_goes_on_with_the_same_bits(tmp_path, capsys):

@@ -16,7 +16,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
@@ -183,6 +183,8 @@ class Job:
                     yield Epoch(given, dict(self.history[given]))
                     given += 1
             self._recovering(ops.barrier)  # so that a rank that is behind still finds one that is ahead
+            if self._wants_leave and len(self.history) < count and farandole.members():
+                self._leave()
 
     def stop(self) -> None:
         """Makes all ranks stop after the same step. From any thread."""
@@ -191,7 +193,8 @@ class Job:
     def leave(self) -> None:
         """Makes this rank leave after a step: the process ends with code 143, and the others go on. From any thread.
 
-        If all want to leave, they stop. ``farandolerun`` takes code 0 for the end of the training.
+        If all want to leave, they stop with a checkpoint, in an elastic job with the same code: ``farandolerun`` takes
+        code 0 for the end of the training.
         """
         self._wants_leave = True
 
@@ -236,6 +239,10 @@ class Job:
     def _regroup(self) -> None:
         self._is_joined, self._changes, self._unverified = False, False, None
         farandole.reinit()
+
+    def _leave(self) -> NoReturn:
+        farandole.shutdown()
+        raise SystemExit(_LEFT)
 
     def _join(self) -> None:
         """Takes the state of the rank that has applied most steps, with the ranks of this generation."""
@@ -318,10 +325,9 @@ class Job:
             return self._step()
         self._update(present, integers, sums)
         self._final = max(self._final, notes.durable if self._checkpoints else self.steps - 2)
-        self.stop_requested = bool(notes.stops) or notes.leaves == basics.topology().size  # nobody would be left
+        self.stop_requested = bool(notes.stops) or notes.leaves == basics.topology().size  # it takes a checkpoint
         if notes.leaves and self._wants_leave and not self.stop_requested:
-            farandole.shutdown()
-            raise SystemExit(_LEFT)
+            self._leave()
         self._changes = bool(notes.leaves or notes.changes) and not self.stop_requested
 
     def _run_slots(self) -> None:
