@@ -134,7 +134,7 @@ class Job:
         self._own_slots = range(0)
         self._is_fresh = True  # it has no state of the job yet
         self._is_joined = False  # with the ranks of this generation
-        self._changes = False  # as ranks that leave or come asked for
+        self._changes = self._leaves = False  # what ranks asked for with the last step: another generation, to leave
         self._unverified: _Digests | None = None  # of the last step, which the next one compares
         self._final = -1  # the last step that cannot run again
         self._wants_stop = self._wants_leave = False
@@ -237,11 +237,12 @@ class Job:
                     raise error from refused
 
     def _regroup(self) -> None:
-        self._is_joined, self._changes, self._unverified = False, False, None
+        self._is_joined, self._changes, self._leaves, self._unverified = False, False, False, None
         farandole.reinit()
 
     def _leave(self) -> NoReturn:
-        farandole.shutdown()
+        with contextlib.suppress(HorovodInternalError):  # another rank may just have been lost
+            farandole.shutdown()
         raise SystemExit(_LEFT)
 
     def _join(self) -> None:
@@ -303,6 +304,8 @@ class Job:
         known = len(self.history)
         while len(self.history) == known and not self.stop_requested:
             self._recovering(functools.partial(self._step_after, self.steps))
+            if self._leaves:
+                self._leave()
             if self._changes:
                 self._regroup()
             is_last = self.stop_requested or len(self.history) >= count
@@ -326,8 +329,7 @@ class Job:
         self._update(present, integers, sums)
         self._final = max(self._final, notes.durable if self._checkpoints else self.steps - 2)
         self.stop_requested = bool(notes.stops) or notes.leaves == basics.topology().size  # it takes a checkpoint
-        if notes.leaves and self._wants_leave and not self.stop_requested:
-            self._leave()
+        self._leaves = self._leaves and not self.stop_requested
         self._changes = bool(notes.leaves or notes.changes) and not self.stop_requested
 
     def _run_slots(self) -> None:
@@ -351,10 +353,11 @@ class Job:
     def _exchange(self) -> tuple[Notes, list[int], list[int], torch.Tensor]:
         """Sums over all slots and ranks: what ranks note, which gradients there are, integers, metrics and buffers."""
         gradients, place = self._gradients, basics.topology()
+        self._leaves = self._wants_leave  # a notice that comes from now on is for the next step
         notes = Notes(
             is_late=gradients.is_late,
             stops=self._wants_stop,
-            leaves=self._wants_leave,
+            leaves=self._leaves,
             changes=place.rank == 0 and farandole.change_is_due(),
             durable=self._checkpoints.last_step - 1 if self._checkpoints and place.rank == 0 else -1,
             names=_hash_of_names(self._values.names),
