@@ -16,20 +16,22 @@ Part = tuple[torch.Tensor, torch.Tensor]
 """Images [n, 1, 28, 28] and labels [n], both uint8."""
 
 
-def read_idx(path: pathlib.Path) -> torch.Tensor:
-    """Reads a gzipped idx file of bytes.
+def read_idx(path: pathlib.Path, limit: int | None = None) -> torch.Tensor:
+    """Reads the first ``limit`` (None: all) items of a gzipped idx file of bytes.
 
     Returns:
         A uint8 tensor with the file's dimensions.
     Raises:
         ValueError: Not such a file, or cut short.
     """
-    content = gzip.decompress(path.read_bytes())
-    zeros, kind, dimensions = struct.unpack_from(">HBB", content)
-    if zeros != 0 or kind != 8:
-        raise ValueError(f"{path} is not an idx file of unsigned bytes")
-    shape = struct.unpack_from(f">{dimensions}I", content, 4)
-    values = torch.frombuffer(bytearray(content[4 + 4 * dimensions :]), dtype=torch.uint8)
+    with gzip.open(path) as file:
+        zeros, kind, dimensions = struct.unpack(">HBB", file.read(4))
+        if zeros != 0 or kind != 8:
+            raise ValueError(f"{path} is not an idx file of unsigned bytes")
+        shape = list(struct.unpack(f">{dimensions}I", file.read(4 * dimensions)))
+        if limit is not None:
+            shape[0] = min(shape[0], limit)
+        values = torch.frombuffer(bytearray(file.read(torch.Size(shape).numel())), dtype=torch.uint8)
     if values.numel() != torch.Size(shape).numel():
         raise ValueError(f"{path} announces shape {shape} but has {values.numel()} bytes")
     return values.reshape(shape)
@@ -37,9 +39,9 @@ def read_idx(path: pathlib.Path) -> torch.Tensor:
 
 def load(data_dir: pathlib.Path, part: str, limit: int | None = None) -> Part:
     """The first ``limit`` (None: all) images and labels of ``part``, which is "train" or "t10k"."""
-    images = read_idx(data_dir / f"{part}-images-idx3-ubyte.gz").unsqueeze(1)
-    labels = read_idx(data_dir / f"{part}-labels-idx1-ubyte.gz")
-    return images[:limit], labels[:limit]
+    images = read_idx(data_dir / f"{part}-images-idx3-ubyte.gz", limit).unsqueeze(1)
+    labels = read_idx(data_dir / f"{part}-labels-idx1-ubyte.gz", limit)
+    return images, labels
 
 
 def make_model() -> nn.Module:

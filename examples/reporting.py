@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import sys
+from collections.abc import Sequence
 
 import torch
 
@@ -57,4 +58,39 @@ def draw_loss_curve(losses: torch.Tensor, path: pathlib.Path) -> None:
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def draw_generations(
+    calm: Sequence[float], killed: Sequence[float], generations: Sequence[tuple[int, int]], steps: int,
+    path: pathlib.Path,
+) -> None:  # fmt: skip
+    """Writes a picture of the losses of two runs, by epoch, and of the ranks of the second.
+
+    Args:
+        generations: Of the second: the first step and the number of ranks.
+        steps: Of all epochs.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "farandole"})
+    from matplotlib import pyplot
+
+    starts, sizes = zip(*generations, strict=True)
+    lost = [start for start, size, before in zip(starts[1:], sizes[1:], sizes, strict=False) if size < before]
+    at = [epoch * steps / len(calm) for epoch in range(1, len(calm) + 1)]
+    figure, (above, below) = pyplot.subplots(
+        2, sharex=True, figsize=(8.6, 4.4), height_ratios=(3, 1), layout="constrained"
+    )
+    for axes in (above, below):
+        axes.vlines(lost, 0, 1, transform=axes.get_xaxis_transform(), color="tab:red", linewidth=0.6)
+    above.plot(at, killed, color="tab:orange", linewidth=6, label=f"ranks were lost {len(lost)} times (red lines)")
+    above.plot(at, calm, color="black", linewidth=1.2, label="one process that nobody disturbed")
+    above.set(ylabel="loss", ylim=(0, None))
+    above.legend()
+    below.step([*starts, steps], [*sizes, sizes[-1]], where="post", color="tab:orange", linewidth=2)
+    below.set(xlabel="step", ylabel="ranks", xlim=(0, steps), ylim=(0, max(sizes) + 0.5))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)

@@ -98,7 +98,8 @@ def make(name: str, folder: str | None, **arguments: Any) -> fl.Job:
 
 
 def harm(job: fl.Job, what: str, at: int) -> None:
-    """In a step of this rank: it dies, gets SIGTERM, waits for a newcomer, or a bit of what it has received flips."""
+    """In a step of this rank: it dies, gets SIGTERM before or after it has told the others what it wants, waits for a
+    newcomer, or a bit of what it has received flips."""
     function, wait = job._function, SlotGradients.wait
 
     def run(batch: Any) -> Any:
@@ -112,6 +113,8 @@ def harm(job: fl.Job, what: str, at: int) -> None:
 
     def wait_and_flip(gradients: SlotGradients, *others: Any) -> None:
         wait(gradients, *others)
+        if job.steps == at and what == "notice":
+            os.kill(os.getpid(), signal.SIGTERM)
         if job.steps == at and what == "flip":
             gradients._result.views[1].view(torch.int32).view(-1)[3] ^= 1 << 20
 
@@ -124,7 +127,7 @@ def main(name: str, folder: str, *words: str) -> None:
     options = dict(word.split("=") for word in words)
     torch.manual_seed(5)
     job = make(name, folder or None, workers=int(options.get("workers", 0)))
-    for what in ("die", "term", "wait", "flip"):
+    for what in ("die", "term", "notice", "wait", "flip"):
         step = options.get(f"{what}{os.environ.get('RANK')}")
         if step is not None:
             harm(job, what, int(step))

@@ -2,7 +2,8 @@
 
 FARANDOLE_TEST_OLDER_TORCH hides DLPack's C functions, as torch before 2.10 has none. FARANDOLE_TEST_QUICK_TORCH, which
 test/python/conftest.py sets for processes that tests start, saves two thirds of the processor time that one needs for
-torch and an optimizer: no garbage is collected in an import, and an optimizer does not import torch's compiler.
+torch and an optimizer: no garbage is collected in an import, and neither an optimizer nor a choice of deterministic
+kernels imports torch's compiler.
 """
 
 import functools
@@ -20,6 +21,20 @@ def _hide_dlpack(torch):
 def _keep_what_is_imported(torch):
     gc.freeze()
     gc.enable()
+
+
+def _choose_kernels_alone(torch):
+    """torch's function sets an option of the compiler as well."""
+    original = torch.use_deterministic_algorithms
+
+    @functools.wraps(original)
+    def call(mode, *, warn_only=False):
+        if "torch._inductor" in sys.modules:
+            original(mode, warn_only=warn_only)
+        else:
+            torch._C._set_deterministic_algorithms(mode, warn_only=warn_only)
+
+    torch.use_deterministic_algorithms = call
 
 
 def _without_compiler(decorate, plain=lambda function: function):
@@ -93,7 +108,7 @@ _changes = {}
 if "FARANDOLE_TEST_OLDER_TORCH" in os.environ:
     _changes["torch"] = [_hide_dlpack]
 if "FARANDOLE_TEST_QUICK_TORCH" in os.environ:
-    _changes.setdefault("torch", []).append(_keep_what_is_imported)
+    _changes.setdefault("torch", []).extend([_keep_what_is_imported, _choose_kernels_alone])
     _changes["torch._compile"] = [_postpone_disabling]
     _changes["torch.compiler"] = [_postpone_disabling_by_users]
     _changes["torch.optim.optimizer"] = [_postpone_graph_breaks]

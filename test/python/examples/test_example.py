@@ -4,6 +4,7 @@ import argparse
 import gzip
 import hashlib
 import struct
+import subprocess
 import sys
 
 import pytest
@@ -222,6 +223,15 @@ def test_scalars_are_written_where_tensorboard_is(tmp_path):
     log = EventAccumulator(str(tmp_path))
     log.Reload()
     assert [(event.step, event.value) for event in log.Scalars("loss")] == [(7, 3.0), (8, 2.0)]
+
+
+@pytest.mark.once
+def test_a_training_by_a_job_is_drawn(small_data, tmp_path):
+    script = [sys.executable, str(EXAMPLE.with_name("uninterrupted.py"))]
+    words = ["--model", "transformer", "--data", small_data, "--images", "256", "--epochs", "2", "--folder", tmp_path]
+    subprocess.run([*script, *words], check=True)
+    subprocess.run([*script, "--draw", tmp_path, tmp_path, "--picture", tmp_path / "picture.svg"], check=True)
+    assert "one process that nobody disturbed" in (tmp_path / "picture.svg").read_text()
 
 
 def run_example(small_data, folder, *more, **variables):

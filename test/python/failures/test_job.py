@@ -12,10 +12,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+import farandole
 import farandole.torch as fl
 import job_training
 import warm_ranks
 from farandole import chain
+from farandole.exceptions import JobHaltedError, PeerLostError
 from farandole.torch.job import _message, _slots
 from farandole.torch.job._checkpoints import Checkpoints
 from ranks import communicate, environment, run_threads, start_forked
@@ -78,6 +80,14 @@ def test_sigterm_on_a_rank_stops_all_after_the_same_step(tmp_path):
 def test_sigterm_on_a_rank_of_an_elastic_job_makes_it_leave_after_its_step(tmp_path):
     said = train(3, "conv", tmp_path, "term1=3", codes=[0, 143, 0], FARANDOLE_ELASTIC="1")
     assert [said[0], said[2]] == [undisturbed("conv")] * 2
+
+
+def test_the_last_rank_that_leaves_writes_a_checkpoint_and_does_not_end_like_a_complete_training(tmp_path):
+    words = ["term1=4", "notice0=4"]  # rank 0 learns of it when it has told the others that it stays
+    assert train(2, "conv", tmp_path, *words, codes=[143, 143], FARANDOLE_ELASTIC="1") == ["", ""]
+    assert train(1, "conv", tmp_path) == [undisturbed("conv")]
+    steps = [line["next_step"] for line in chain.read(tmp_path / chain.FILE_NAME) if "next_step" in line]
+    assert steps == [0, 5, 6]
 
 
 def test_after_deaths_the_rest_goes_on_with_the_same_bits(tmp_path, capsys):
@@ -237,6 +247,42 @@ def test_a_step_that_cannot_be_repeated_is_an_error(function, error, text):
             warnings.simplefilter("ignore")  # torch's of create_graph
             with pytest.raises(error, match=text):
                 list(job.epochs(1))
+
+    run_threads(1, body)
+
+
+def test_a_rank_that_the_others_went_on_without_says_that(monkeypatch):
+    def halt():
+        raise JobHaltedError("gone on")
+
+    monkeypatch.setattr(farandole, "change_is_due", lambda: True)
+    monkeypatch.setattr(farandole, "reinit", halt)
+
+    def body(_rank):
+        model = nn.Linear(3, 2)
+        job = job_of(model)
+        job.step(lambda batch: model(batch[0]).sum().backward())
+        with pytest.raises(JobHaltedError) as caught:
+            list(job.epochs(1))
+        assert caught.value.__context__ is None
+
+    run_threads(1, body)
+
+
+def test_a_rank_that_leaves_while_another_is_lost_leaves(monkeypatch):
+    def lose():
+        raise PeerLostError("rank 1 was killed")
+
+    monkeypatch.setattr(farandole, "shutdown", lose)
+    monkeypatch.setattr(farandole, "members", lambda: "here:1")
+
+    def body(_rank):
+        model = nn.Linear(3, 2)
+        job = job_of(model)
+        job.step(lambda batch: model(batch[0]).sum().backward())
+        job.leave()
+        with pytest.raises(SystemExit, match="143"):
+            list(job.epochs(1))
 
     run_threads(1, body)
 

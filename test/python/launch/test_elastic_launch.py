@@ -303,6 +303,21 @@ def test_hosts_come_and_go_with_the_discovery_script(tmp_path, launch, hosts):
     assert finish(tmp_path, job)[0] == 0
 
 
+def test_of_a_host_with_fewer_slots_those_leave_that_have_not_joined_yet(tmp_path, launch, hosts):
+    waits = 'while (folder / "late").exists():\n    (folder / "waits").touch()\n    time.sleep(0.02)\n'
+    program = MEMBER.replace("listener =", f"{waits}listener =", 1)
+    job = launch(*hosts("localhost:2\n"), "--blacklist-cooldown-range", 0.1, 1, program=program)
+    ranks = job.ranks(2)
+    (tmp_path / "late").touch()
+    ranks[0].kill()
+    while not (tmp_path / "waits").exists():
+        pass
+    hosts("localhost:1\n")
+    job.wait_for(r"localhost has 1 slot now; told to leave: 0\n")
+    (tmp_path / "late").unlink()
+    assert finish(tmp_path, job)[0] == 0
+
+
 def test_a_host_that_gives_notice_leaves_and_gets_no_rank_until_it_is_listed_anew(tmp_path, launch, hosts):
     """SIGTERM to its supervisor."""
     job = launch(*hosts("localhost:1\nfar:2\n"), **agent(tmp_path, ELSEWHERE))

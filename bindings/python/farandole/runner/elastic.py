@@ -255,7 +255,7 @@ class ElasticJob(HostsJob):
         for host in [*self._hosts_by_name.values()]:
             if host.name not in slots:
                 host.slots, host.is_going = 0, False
-            places = self._places_on(host)
+            places = sorted(self._places_on(host), key=lambda place: not place.address)  # newcomers have no state yet
             now = f"has {host.slots} slot{'s' * (host.slots > 1)} now" if host.slots else "is not listed any more"
             self._leave(places[host.slots :], f"{host.name} {now}")
             if not host.slots and not host.is_going and host.number is None and not places:

@@ -15,7 +15,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
@@ -135,6 +135,7 @@ class Job:
         self._own_slots = range(0)
         self._is_fresh = True  # it has no state of the job yet
         self._is_joined = False  # with the ranks of this generation
+        self._changes = self._leaves = False  # what ranks asked for with the last step: another generation, to leave
         self._unverified: StepDigests | None = None  # of the last step, which the next one compares
         self._final = -1  # the last step that cannot run again
         self._wants_stop = self._wants_leave = False
@@ -183,6 +184,8 @@ class Job:
                     yield Epoch(given, dict(self.history[given]))
                     given += 1
             self._recovering(ops.barrier)  # so that a rank that is behind still finds one that is ahead
+            if self._wants_leave and len(self.history) < count and farandole.members():
+                self._leave()
 
     def stop(self) -> None:
         """Makes all ranks stop after the same step. From any thread."""
@@ -191,7 +194,8 @@ class Job:
     def leave(self) -> None:
         """Makes this rank leave after a step: the process ends with code 143, and the others go on. From any thread.
 
-        If all want to leave, they stop. ``farandolerun`` takes code 0 for the end of the training.
+        If all want to leave, they stop with a checkpoint, in an elastic job with the same code: ``farandolerun`` takes
+        code 0 for the end of the training.
         """
         self._wants_leave = True
 
@@ -234,8 +238,13 @@ class Job:
                     raise error from refused
 
     def _regroup(self) -> None:
-        self._is_joined, self._unverified = False, None
+        self._is_joined, self._changes, self._leaves, self._unverified = False, False, False, None
         farandole.reinit()
+
+    def _leave(self) -> NoReturn:
+        with contextlib.suppress(HorovodInternalError):  # another rank may just have been lost
+            farandole.shutdown()
+        raise SystemExit(_LEFT)
 
     def _join(self) -> None:
         """Takes the state of the rank that has applied most steps, with the ranks of this generation."""
@@ -296,6 +305,10 @@ class Job:
         known = len(self.history)
         while len(self.history) == known and not self.stop_requested:
             self._recovering(functools.partial(self._step_after, self.steps))
+            if self._leaves:
+                self._leave()
+            if self._changes:
+                self._regroup()
             is_last = self.stop_requested or len(self.history) >= count
             if is_last or self.steps % self._checkpoint_steps == 0:
                 self._recovering(self._verify)
@@ -316,12 +329,9 @@ class Job:
             return self._step()
         self._update(present, integers, sums)
         self._final = max(self._final, notes.durable if self._checkpoints else self.steps - 2)
-        self.stop_requested = bool(notes.stops) or notes.leaves == basics.topology().size  # nobody would be left
-        if notes.leaves and self._wants_leave and not self.stop_requested:
-            farandole.shutdown()
-            raise SystemExit(_LEFT)
-        if (notes.leaves or notes.changes) and not self.stop_requested:
-            self._regroup()
+        self.stop_requested = bool(notes.stops) or notes.leaves == basics.topology().size  # it takes a checkpoint
+        self._leaves = self._leaves and not self.stop_requested
+        self._changes = bool(notes.leaves or notes.changes) and not self.stop_requested
 
     def _run_slots(self) -> None:
         assert self._function is not None
@@ -344,10 +354,11 @@ class Job:
     def _exchange(self) -> tuple[Notes, list[int], list[int], torch.Tensor]:
         """Sums over all slots and ranks: what ranks note, which gradients there are, integers, metrics and buffers."""
         gradients, place = self._gradients, basics.topology()
+        self._leaves = self._wants_leave  # a notice that comes from now on is for the next step
         notes = Notes(
             is_late=gradients.is_late,
             stops=self._wants_stop,
-            leaves=self._wants_leave,
+            leaves=self._leaves,
             changes=place.rank == 0 and farandole.change_is_due(),
             durable=self._checkpoints.last_step - 1 if self._checkpoints and place.rank == 0 else -1,
             names=_hash_of_names(self._values.names),
