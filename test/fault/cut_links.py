@@ -214,6 +214,7 @@ def disturb(training: Training, given: argparse.Namespace) -> collections.Counte
         end_s = time.monotonic() + length_s
         training.wait(lambda: time.monotonic() >= end_s, starts)
 
+    training.wait(training.has_all)
     for _ in range(given.cuts):
         if draw.random() < 0.8:  # else also while they recover
             training.wait(training.has_all, True)
