@@ -114,6 +114,22 @@ std::vector<int> Neighbours(std::span<const int> parent, int rank) {
   return neighbours;
 }
 
+std::vector<int> WatchedRanks(std::span<const int> host, std::span<const int> parent, int rank) {
+  std::vector<int> leaders;
+  for (size_t r = 0; r < parent.size(); ++r) {
+    const int up = parent[r];
+    if (up < 0 || host[static_cast<size_t>(up)] != host[r]) leaders.push_back(static_cast<int>(r));
+  }
+  std::vector<int> watched = Neighbours(parent, rank);
+  const bool leads = std::ranges::find(leaders, rank) != leaders.end();
+  if (!leads || leaders.size() > kWatchedHosts) return watched;
+  for (const int leader : leaders) {
+    const bool is_known = std::ranges::find(watched, leader) != watched.end();
+    if (leader != rank && !is_known) watched.push_back(leader);
+  }
+  return watched;
+}
+
 std::string EncodeHello(const Hello& mine) {
   wire::Hello hello;
   hello.set_version(mine.version);

@@ -60,6 +60,12 @@ std::vector<int> MakeTree(std::span<const int> host, int fan_out = kFanOut);
 /// The parent of `rank`, if it has one, and its children: with whom it exchanges messages. O(size).
 std::vector<int> Neighbours(std::span<const int> parent, int rank);
 
+/// Whom `rank` is to watch: its neighbours, and the leader of a host the leaders of all others, if
+/// there are no more than kWatchedHosts. The tree uses few of the links between hosts, the data may
+/// use all, and a cut one makes both ends wait. Symmetric. O(size).
+inline constexpr int kWatchedHosts = 64;
+std::vector<int> WatchedRanks(std::span<const int> host, std::span<const int> parent, int rank);
+
 /// Host name and boot id: cloned host names and containers do not confuse it.
 std::string ThisHost();
 

@@ -497,7 +497,10 @@ Status Bootstrap::Connect(Network& network) {
   if (config_.is_elastic && launcher_.key.empty()) FARANDOLE_RETURN_IF_ERROR(MeetMembers());
   if (made.uses_mpi) FARANDOLE_RETURN_IF_ERROR(WatchOtherHosts());
   FARANDOLE_RETURN_IF_ERROR(ShareHostMemory());
-  made.transport->SetNeighbours(Neighbours(made.rendezvous.parent, made.transport->rank()));
+  const std::vector<int>& parent = made.rendezvous.parent;
+  const int rank = made.transport->rank();
+  made.transport->SetNeighbours(made.uses_mpi ? Neighbours(parent, rank)
+                                              : WatchedRanks(made.rendezvous.host, parent, rank));
   return AddCrossPlanes(network);
 }
 
@@ -545,7 +548,7 @@ Status Bootstrap::WatchOtherHosts() {
   const std::vector<int>& host = made.rendezvous.host;
   const int rank = made.transport->rank();
   if (std::ranges::adjacent_find(host, std::ranges::not_equal_to()) == host.end()) return {};
-  std::vector<int> elsewhere = Neighbours(made.rendezvous.parent, rank);
+  std::vector<int> elsewhere = WatchedRanks(host, made.rendezvous.parent, rank);
   std::erase_if(elsewhere, [&](int peer) {
     return host[static_cast<size_t>(peer)] == host[static_cast<size_t>(rank)];
   });

@@ -260,6 +260,14 @@ Losses Generation::FindLosses() const {
   const auto id_of = [this](int rank) { return list_.members.at(static_cast<size_t>(rank)).id; };
   for (const int rank : absent.ended) losses.dead.insert(id_of(rank));
   for (const int rank : absent.silent) losses.suspects.insert(id_of(rank));
+  // Leaders watch for each other's hosts. Who is suspected and can be reached after all says so.
+  for (const int rank : absent.cut_off) {
+    const std::string& host = list_.members.at(static_cast<size_t>(rank)).host;
+    losses.suspects.insert(id_of(rank));
+    for (const Member& member : list_.members) {
+      if (member.host == host && host != service_->self().host) losses.suspects.insert(member.id);
+    }
+  }
   return losses;
 }
 

@@ -78,8 +78,10 @@ LivenessTable::Absent LivenessTable::absent() const {
         break;
       case FailureKind::kStopped:
       case FailureKind::kFrozen:
-      case FailureKind::kLinkDown:
         (finding.has_ended ? absent.ended : absent.silent).push_back(rank);
+        break;
+      case FailureKind::kLinkDown:
+        (finding.has_ended ? absent.ended : absent.cut_off).push_back(rank);
         break;
       case FailureKind::kUnknown:
       case FailureKind::kError:

@@ -58,8 +58,9 @@ class LivenessTable final : public Liveness {
   /// Of what is known of ranks' ends, what counts for who may go on without them. That a connection
   /// is gone says nothing: its rank may have ended the generation first.
   struct Absent {
-    std::vector<int> ended;   ///< A kernel has seen the end of the process, or it has said so.
-    std::vector<int> silent;  ///< Stopped, frozen or cut off.
+    std::vector<int> ended;    ///< A kernel has seen the end of the process, or it has said so.
+    std::vector<int> silent;   ///< Stopped or frozen.
+    std::vector<int> cut_off;  ///< Nothing comes from there: so may it be with all of that host.
   };
   Absent absent() const;
 

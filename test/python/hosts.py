@@ -1,4 +1,4 @@
-"""Two hosts played by this machine: each has its own name and network, and one link joins them."""
+"""Hosts played by this machine: each has its own name and network. Two with a link, or several at a switch."""
 
 from __future__ import annotations
 
@@ -61,12 +61,7 @@ class TwoHosts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for keeper in self._keepers:  # the namespaces go with their last process, the link with them
-            for pid in _processes_beside(keeper.pid):  # and a daemon of mpirun's outlives a cut link
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            keeper.kill()
-            keeper.communicate()
+        _end_hosts(self._keepers)
 
     def mpirun(
         self, ranks: int, command: Sequence[str], timeout_s: float = GUARD_S, **variables: str
@@ -147,6 +142,75 @@ class TwoHosts:
             if self._rate is not None:  # of what goes out; a burst is four of the packets that TCP makes
                 limit = ["rate", self._rate, "burst", "256k", "latency", "50ms"]
                 _run(*enter, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limit)
+
+
+class HostsAtSwitch:
+    """A context: network namespaces with an ``eth0`` each, at one switch; nobody notices a cut by itself.
+
+    Needs and shares what :class:`TwoHosts` does.
+
+    Args:
+        count: How many, of the addresses 10.78.0.1 and so on.
+    Raises:
+        RuntimeError: This machine does not allow it; says why.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.addresses = [f"10.78.0.{number}" for number in range(1, count + 1)]
+        self._keepers: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> HostsAtSwitch:
+        try:
+            self._keepers += [_keep_host(f"played{number}") for number in range(1, len(self.addresses) + 1)]
+            self._keepers.append(_keep_host("switch"))
+            _run(*self.enter(-1), "ip", "link", "add", "switch", "up", "type", "bridge")
+            for host in range(len(self.addresses)):
+                self._link(host)
+        except (OSError, RuntimeError) as error:
+            self.__exit__()
+            raise RuntimeError(f"no hosts can be played here: {error}") from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _end_hosts(self._keepers)
+
+    def enter(self, host: int) -> list[str]:
+        """Words before a command that is to run on a host."""
+        return ["nsenter", "-t", str(self._keepers[host].pid), "-n", "-u"]
+
+    def cut(self, host: int, other: int) -> None:
+        """From now on nothing that ``host`` sends arrives at ``other``; what comes back is another link."""
+        self._send_to(host, other, 255)
+
+    def heal(self, host: int, other: int) -> None:
+        self._send_to(host, other, other)
+
+    def _link(self, host: int) -> None:
+        peer = ["peer", "name", f"port{host}", "netns", str(self._keepers[-1].pid)]
+        hardware = ["address", f"02:78:00:00:00:{host:02x}"]
+        enter = self.enter(host)
+        _run(*enter, "ip", "link", "add", "eth0", *hardware, "type", "veth", *peer)
+        _run(*enter, "ip", "addr", "add", f"{self.addresses[host]}/24", "dev", "eth0")
+        for name in ("lo", "eth0"):
+            _run(*enter, "ip", "link", "set", name, "up")
+        _run(*self.enter(-1), "ip", "link", "set", f"port{host}", "master", "switch", "up")
+        for other in range(len(self.addresses)):
+            if other != host:
+                self.heal(host, other)
+
+    def _send_to(self, host: int, other: int, card: int) -> None:
+        """Frames for a host go to this card; 255 is nobody's."""
+        hardware = ["lladdr", f"02:78:00:00:00:{card:02x}", "nud", "permanent"]
+        _run(*self.enter(host), "ip", "neigh", "replace", self.addresses[other], "dev", "eth0", *hardware)
+
+
+def _end_hosts(keepers: Sequence[subprocess.Popen[str]]) -> None:
+    for keeper in keepers:  # the namespaces go with their last process, the link with them
+        for pid in _processes_beside(keeper.pid):  # and a daemon of mpirun's outlives a cut link
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        keeper.kill()
+        keeper.communicate()
 
 
 def _processes_beside(keeper: int) -> list[int]:

@@ -8,8 +8,12 @@ import time
 
 import pytest
 
-from hosts import FIRST_ADDRESS, TwoHosts, run_python
-from ranks import stopped_in_an_allreduce
+from hosts import FIRST_ADDRESS, HostsAtSwitch, TwoHosts, run_python
+from ranks import REPOSITORY, stopped_in_an_allreduce
+
+sys.path.append(str(REPOSITORY / "test" / "fault"))
+
+import cut_links
 
 pytestmark = pytest.mark.mpi
 
@@ -210,3 +214,28 @@ def test_of_two_halves_of_an_elastic_job_that_is_cut_one_goes_on(own_hosts, tmp_
     # The first of the two halves' ranks that halts is an ended one to the second.
     halted = "farandole: (2 of 4 ranks are left|1 of 4 ranks is left(, 1 ended)?), and the other . may go on .*\n"
     assert all(re.fullmatch(halted, one) for one in said[2:]), said
+
+
+@pytest.fixture
+def three_hosts():
+    try:
+        with HostsAtSwitch(3) as played:
+            yield played
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.once
+def test_a_job_whose_link_between_two_of_three_hosts_is_cut_has_the_bits_of_an_undisturbed_one(three_hosts, tmp_path):
+    training = cut_links.Training(tmp_path, three_hosts, ranks=1)
+    training.wait(training.has_all)
+    for link in [(1, 2), (2, 1)]:
+        three_hosts.cut(*link)
+    training.wait(lambda: training.halted)
+    for link in [(1, 2), (2, 1)]:
+        three_hosts.heal(*link)
+    training.wait(training.has_all, starts=True)
+    assert training.stop() == {training.undisturbed()}
+    (said,) = training.said
+    assert said.startswith("the job has gone on without this process"), said
+    assert cut_links.beside(training.steps()) == 0

@@ -183,6 +183,16 @@ def test_chains_of_other_jobs_and_torn_lines(tmp_path, capsys):
     assert verify(capsys, tmp_path / "a.jsonl", tmp_path)[0] == 2
 
 
+def test_a_newcomer_has_imported_what_steps_need_before_it_joins(monkeypatch):
+    done = []
+    monkeypatch.setattr("farandole.basics.find", lambda: None)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *_, **__: done.append("torch's settings"))
+    monkeypatch.setattr("farandole.init", lambda **_: done.append("init") or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        job_training.make("mlp", None)
+    assert {*done[:-1]} == {"torch's settings"} and done[-1] == "init"
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(())

@@ -6,6 +6,7 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 
 import pytest
@@ -343,6 +344,30 @@ def test_a_supervisor_that_is_killed_takes_its_ranks_along_and_is_started_again(
     job.wait_for(r"far does not report its ranks any more; it is tried again in 0.1 s\n")
     (again,) = job.ranks(1)
     assert (again.host, again.members) == ("far", {first.address})
+    assert finish(tmp_path, job)[0] == 0
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_ranks_that_have_halted_begin_no_job_beside_others_that_may_go_on_out_of_reach(tmp_path, launch, lives):
+    cut, halts = tmp_path / "cut", MEMBER.replace("else 143", "else 75")
+    reach = agent(tmp_path, f"[ ! -e {cut} ] || exit 9\n{ELSEWHERE}")
+    job = launch("-H", "localhost:1,far:1", "--blacklist-cooldown-range", "0.1", "0.2", program=halts, **reach)
+    first, second = job.ranks(2)
+    cut.touch()
+    os.kill(parent_of(second), signal.SIGKILL)
+    job.wait_for("rank 1 on host far has gone")
+    first.kill(signal.SIGTERM)
+    job.wait_for(r"1 may go on: nothing is started anew before far can be reached\n")
+    with contextlib.ExitStack() as stack:
+        if lives:
+            host, _, port = second.address.partition(":")
+            stack.enter_context(socket.create_server((host, int(port))))
+        cut.unlink()
+        if lives:
+            assert job.ranks(1)[0].members == {second.address}
+        else:
+            job.wait_for("all ranks are lost; all are started anew")
+            assert [one.rank for one in job.ranks(2)] == ["0", "1"]
     assert finish(tmp_path, job)[0] == 0
 
 

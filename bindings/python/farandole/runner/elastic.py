@@ -168,6 +168,9 @@ class ElasticJob(HostsJob):
         self._done_s = 0.0  # when a rank last ended with exit code 0
         self._is_concluded = False
         self._script_error = ""
+        self._has_halted = False  # a rank, and none was let in since
+        self._astray: dict[int, tuple[str, str]] = {}  # host and address of ranks given up out of reach, by number
+        self._awaits_astray = False
 
     @property
     def is_waiting(self) -> bool:
@@ -449,6 +452,8 @@ class ElasticJob(HostsJob):
         if not is_address(address):
             raise Malformed(f'"{address}" is no address of a member')
         if place is not None and place.is_running and place.address != address:
+            if self._has_begun:  # it was let in: whoever is out of reach does not go on
+                self._has_halted, self._astray = False, {}
             place.address, self._has_begun = address, True
             self._save()
 
@@ -514,6 +519,7 @@ class ElasticJob(HostsJob):
     def _take_lost_rank(self, place: _Place, end: _End, now_s: float) -> None:
         """Takes the loss of a rank while training goes on. If it ended by its own error, others may do so at once."""
         self._last_code = end.code
+        self._has_halted = self._has_halted or end.code == HALTED
         self._lost.append((place, end))
         self._lost_by_s = min(self._lost_by_s, now_s + FAULT_S * end.is_fault)
         if not any(one.is_running for one in self._places.values()):
@@ -564,8 +570,36 @@ class ElasticJob(HostsJob):
         """No rank lives: begins anew, or ends the job if a program failed by itself, as it would again."""
         if end.is_fault or any(place.has_fault for place in self._places.values()):
             self._end(end.code, "no rank is left, and not all were ended from outside: the job ends")
+        elif self._has_halted and self._astray:
+            self._awaits_astray = True
+            which, where = (
+                list_ranks(sorted(self._astray)),
+                ", ".join(sorted({one[0] for one in self._astray.values()})),
+            )
+            self.writer.say(f"{which} may go on: nothing is started anew before {where} can be reached")
         else:
             self._start_anew("all ranks are lost", end.code, now_s)
+
+    def _find_astray(self, now_s: float) -> None:
+        """Those that had halted go on with ranks that live on hosts that are reached again, or begin anew."""
+        up = {one.name for one in self._hosts_by_name.values() if one.is_up}
+        asked = {number: address for number, (host, address) in self._astray.items() if host in up}
+        for number, answer in probe(self._folder_of_job, asked).items():
+            host, address = self._astray.pop(number)
+            while number in self._places:
+                number += 1
+            if answer.lives:
+                self._places[number] = _Place(
+                    number, host, self._make_backoff(), started_s=now_s, address=address, is_running=True,
+                    is_owned=False, is_adopted=True,
+                )  # fmt: skip
+        if any(one.is_running for one in self._places.values()):
+            self._awaits_astray = False
+            for place in self._places.values():
+                place.start_at_s = math.inf if place.is_running else now_s
+        elif not self._astray:
+            self._awaits_astray = False
+            self._start_anew("all ranks are lost", HALTED, now_s)
 
     def _start_anew(self, why: str, code: int, now_s: float) -> None:
         """Ends all ranks, and starts a job that has no members yet, which goes on from its checkpoint if it has one."""
@@ -586,6 +620,7 @@ class ElasticJob(HostsJob):
             return
         self._anew_at_s, self._is_gathering, self._has_begun, self._rank_0 = None, True, False, None
         self._places.clear()
+        self._has_halted, self._astray = False, {}
         self.key = secrets.token_hex(32)  # what may still run somewhere is not of this job
         self.failure = FirstFailure(self.writer)
         self._save()
@@ -621,7 +656,9 @@ class ElasticJob(HostsJob):
         if not self._is_done:
             self._start_supervisors(now_s)
             self._gather_anew(now_s)
-            if self._is_gathering:
+            if self._awaits_astray:
+                self._find_astray(now_s)
+            elif self._is_gathering:
                 self._start_first(now_s)
             elif self._has_begun and self._anew_at_s is None:
                 self._make_places(now_s)
@@ -702,6 +739,9 @@ class ElasticJob(HostsJob):
         note = None if self._folder_of_job is None else self._folder_of_job.read_note(place.number)
         if note is not None and note.code is not None:
             return self._take_end(place, self._describe(place, note.code, place.host), now_s, note.code)
+        host = self._hosts_by_name.get(place.host)
+        if note is None and (host is None or not host.is_up):
+            self._astray[place.number] = (place.host, place.address)
         is_unknown = place.is_adopted and note is None  # it may have ended well, and is not to run once more
         who = f"rank {place.number} on host {place.host}"
         how = "has gone" + ", and how it ended is not known" * is_unknown

@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <numeric>
+#include <vector>
 
 #include "coordinator/control/rendezvous.h"
 #include "coordinator/control/wire/hello.pb.h"
@@ -126,6 +128,18 @@ TEST(Neighbours, AreTheParentAndTheChildren) {
   EXPECT_EQ(Neighbours(parent, 0), (std::vector<int>{1, 2, 5}));
   EXPECT_EQ(Neighbours(parent, 1), (std::vector<int>{0, 3, 4}));
   EXPECT_EQ(Neighbours(parent, 4), (std::vector<int>{1}));
+}
+
+TEST(WatchedRanks, AreTheNeighboursAndAmongLeadersAllOthers) {
+  const std::vector<int> host = {0, 0, 1, 1, 2, 3};
+  const std::vector<int> parent = MakeTree(host, 2);
+  EXPECT_EQ(WatchedRanks(host, parent, 0), (std::vector<int>{1, 2, 4, 5}));
+  EXPECT_EQ(WatchedRanks(host, parent, 1), (std::vector<int>{0}));
+  EXPECT_EQ(WatchedRanks(host, parent, 4), (std::vector<int>{0, 2, 5}));
+  std::vector<int> many(kWatchedHosts + 1);
+  std::iota(many.begin(), many.end(), 0);
+  const std::vector<int> tree = MakeTree(many);
+  EXPECT_EQ(WatchedRanks(many, tree, 20), Neighbours(tree, 20));
 }
 
 }  // namespace

@@ -142,6 +142,8 @@ class Job:
         #: Whether all ranks have stopped, as a signal to one of them or :meth:`stop` asked for.
         self.stop_requested = False
         if basics.find() is None:
+            with repeatable(threads):
+                pass  # what torch imports for it takes a second, in which the others would wait for a newcomer
             farandole.init(slots=slots)
         notice: dict[int, str] = {signal.SIGTERM: _LEAVE if farandole.members() else _STOP}
         self._signals = dict(notice if signals is None else signals)
