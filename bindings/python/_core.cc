@@ -389,6 +389,9 @@ void BindContext(py::module_& m) {
       .def_static("forget_all", &Context::ForgetAll)
       .def_property_readonly("is_closed", &Context::is_closed)
       .def("close", &Context::Close)
+      .def(
+          "close_within", [](Context& self, double limit_s) { return self.CloseWithin(limit_s); },
+          py::arg("limit_s"))
       .def("close_at_exit", &Context::CloseAtExit, py::arg("limit_s"),
            py::arg("reason") = static_cast<int>(FARANDOLE_EXIT_BY_OTHER), py::arg("cause") = "")
       .def("raise_if_ended", &Context::RaiseIfEnded)

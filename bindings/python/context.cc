@@ -219,9 +219,7 @@ void Context::ThrowClosed() const {
       "one: make it again there");
 }
 
-void Context::Close() {
-  (void)CloseWithin(-1, FARANDOLE_EXIT_BY_OTHER, nullptr);
-}  // true: there is no limit
+void Context::Close() { (void)CloseWithin(-1); }  // true: there is no limit
 
 void Context::CloseAtExit(double limit_s, int reason, const std::string& cause) {
   if (CloseWithin(limit_s, reason, cause.c_str())) return;
@@ -231,7 +229,7 @@ void Context::CloseAtExit(double limit_s, int reason, const std::string& cause) 
   (void)new auto(std::exchange(detached_, {}));
 }
 
-bool Context::CloseWithin(double timeout_s, int reason, const char* cause) {
+bool Context::CloseWithin(double limit_s, int reason, const char* cause) {
   if (is_closed()) return true;
   if (!closing_)
     for (const std::shared_ptr<Work>& work : in_flight_) work->NoteFailure();
@@ -240,7 +238,7 @@ bool Context::CloseWithin(double timeout_s, int reason, const char* cause) {
   int code = FARANDOLE_OK;
   {
     const CallGuard guard(*this);
-    code = WaitInSlices(timeout_s, [&](double slice_s) {
+    code = WaitInSlices(limit_s, [&](double slice_s) {
       return farandole_leave_at_exit(handle, reason, cause, slice_s);
     });
   }

@@ -114,6 +114,10 @@ class Context : public std::enable_shared_from_this<Context> {
   /// Interruptible: after an exception of a signal handler it is neither open nor closed, and the
   /// next call goes on.
   void Close();
+  /// Close, for up to `limit_s` (< 0: no limit). @return false if not all other ranks have left or
+  /// ended by then: call it again, or CloseAtExit. `reason`, `cause`: see farandole_leave_at_exit.
+  bool CloseWithin(double limit_s, int reason = FARANDOLE_EXIT_BY_OTHER,
+                   const char* cause = nullptr);
   /// Close, for up to `limit_s`; then it is closed for Python, and the C library's exit handler
   /// ends it when the exit code is known.
   void CloseAtExit(double limit_s, int reason, const std::string& cause);
@@ -177,8 +181,6 @@ class Context : public std::enable_shared_from_this<Context> {
     uint32_t version = 0;
     bool is_used = true;  // since DropUnused
   };
-  /// @return false if the other ranks have not left in time.
-  bool CloseWithin(double timeout_s, int reason, const char* cause);
   void Release();
   int Start(const Submission& submission, const std::shared_ptr<Work>& work);
   /// What a prepared operation is found by. The hash is that which Python keeps in a string.

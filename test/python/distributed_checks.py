@@ -3,13 +3,16 @@
 The first that fails ends its rank. Each check may leave the default group as it was and nothing in flight.
 """
 
+import datetime
 import functools
+import itertools
 import os
 import re
 import sys
 import threading
 import time
 import tracemalloc
+import types
 import weakref
 
 import torch
@@ -411,6 +414,102 @@ def a_rank_that_has_left_ends_the_wait_for_its_first_message_and_no_other():
         store.wait(["leaving"])
         refused(lambda: dist.recv(value, 2, group=group), "has been left by rank 2", error=farandole.AbortedError)
         dist.send(value * 5, 0, group=group)
+
+
+def reconfiguring(group, number, handles, timeout_s=None):
+    """torch's call since 2.14; before, what it does."""
+    kind = getattr(torch._C._distributed_c10d, "ReconfigureOptions", types.SimpleNamespace)
+    options = kind()
+    options.uuid, options.handles = number, handles
+    options.timeout = timeout_s and datetime.timedelta(seconds=timeout_s)
+    return group.reconfigure(options).wait()
+
+
+def handles_of(group):
+    handles = [None] * N
+    dist.all_gather_object(handles, group.get_reconfigure_handle())
+    return handles
+
+
+def a_group_goes_on_with_other_members_and_each_time_as_a_new_one():
+    group, value = everybody(), torch.full((3,), R + 1.0)
+    handles, name = handles_of(group), group.group_name
+    orders = [range(N), range(N)[::-1], [1], [2, 0][: N - 1], [1, 0], range(N)]
+    for number, members in enumerate(orders):
+        members = list(members)
+        if R in members:
+            given = [handles[member] for member in members]
+            if number == 5:
+                given, members = set(given), sorted(members, key=handles.__getitem__)
+            assert reconfiguring(group, number, given)
+            assert (dist.get_rank(group), group.rank(), group.size()) == (members.index(R),) * 2 + (len(members),)
+            assert dist.get_process_group_ranks(group) == members and group.group_name == name
+            gathered, summed = [torch.empty(3) for _ in members], value.clone()
+            dist.all_gather(gathered, value, group=group)
+            dist.all_reduce(summed, group=group)
+            assert [one[0] for one in gathered] == [member + 1 for member in members], gathered
+            assert summed[0] == sum(members) + len(members)
+            if len(members) > 1:
+                message = value.clone()
+                send_or_receive(message, members[0], members[-1], group)
+                assert members[-1] != R or message[0] == members[0] + 1
+        if R == 0 and number == 0:
+            stuck = dist.all_reduce(value.clone(), group=group, async_op=True)  # the others have not
+        elif R == 0 and number == 1:
+            refused(stuck.wait, error=farandole.HorovodInternalError)
+        dist.barrier()
+    dist.destroy_process_group(group)
+
+
+def a_reconfiguration_that_cannot_be_says_why_and_the_next_one_works():
+    group, value = everybody(), torch.ones(1)
+    handles, refuse = handles_of(group), functools.partial(refused, error=ValueError)
+    others = [handle for rank, handle in enumerate(handles) if rank != R]
+    refuse(lambda: reconfiguring(group, 1, others), f"reconfigure: this process, {handles[R]}, is not among the")
+    refuse(lambda: reconfiguring(group, 1, ["gloo:0:-1:0:localhost:9"]), 'expected handles of backend "farandole"')
+    refuse(lambda: reconfiguring(group, 1, handles + handles), "expected different handles")
+    dist.all_reduce(value, group=group)
+    reconfiguring(group, 1, handles)
+    refuse(lambda: reconfiguring(group, 1, handles), "expected another uuid each time; got 1 again")
+    dist.all_reduce(value, group=group)
+    assert value.item() == N * N
+    fails = functools.partial(refused, error=farandole.HorovodInternalError)
+    if R != N - 1:
+        text = f"ranks [{N - 1}] of {N} have not come within 1 s"
+        fails(lambda: reconfiguring(group, 2, handles, 1.0), text)
+        fails(lambda: dist.all_reduce(value, group=group), "the group has no members")
+        fails(lambda: dist.send(value, 1 - R, group=group), "the group has no members")
+        nobody = "farandole:0:0:127.0.0.1:1"
+        fails(lambda: reconfiguring(group, 3, [nobody, handles[R]], 1.0), "rank 0 cannot be reached at 127.0.0.1:1")
+    else:
+        group.abort()
+    reconfiguring(group, 4, handles)
+    dist.all_reduce(value, group=group)
+    assert value.item() == N**3
+    dist.destroy_process_group(group)
+
+
+def processes_that_left_come_again_and_what_they_used_goes():
+    def used():
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    group, value, numbers = everybody(), torch.ones(1), itertools.count()
+    handles = handles_of(group)
+
+    def cycle():
+        value.fill_(1)
+        few, all_ = next(numbers), next(numbers)
+        if R:
+            reconfiguring(group, few, handles[1:])
+            dist.all_reduce(value, group=group)
+        else:
+            reconfiguring(group, few, handles[:1])
+        reconfiguring(group, all_, handles)
+        dist.all_reduce(value, group=group)
+        assert value.item() == 1 + (N - 1) ** 2
+
+    stays(used, cycle, 50)
+    dist.destroy_process_group(group)
 
 
 def main():

@@ -101,6 +101,8 @@ class Context:
     def is_closed(self) -> bool:
         """Whether close() has ended. After an interrupted one a context is neither open nor closed."""
     def close(self) -> None: ...
+    def close_within(self, limit_s: float) -> bool:
+        """As close() for limit_s; False: other ranks are still in the job, so call it again or close_at_exit()."""
     def close_at_exit(self, limit_s: float, reason: int = 2, cause: str = "") -> None:
         """As close() for limit_s; then the library goes on when the process exits."""
     def raise_if_ended(self) -> None:

@@ -52,6 +52,9 @@ ON_THREE = """
     a_message_of_another_size_or_dtype_is_an_error_on_both_ranks
     calls_that_differ_are_an_error_on_all_ranks_with_their_lines
     the_end_of_a_group_leaves_nothing_of_its_messages
+    a_group_goes_on_with_other_members_and_each_time_as_a_new_one
+    a_reconfiguration_that_cannot_be_says_why_and_the_next_one_works
+    processes_that_left_come_again_and_what_they_used_goes
 """
 LEFT = "a_rank_that_has_left_ends_the_wait_for_its_first_message_and_no_other"
 
@@ -132,6 +135,91 @@ def test_a_rank_that_dies_ends_its_groups_in_ddp_and_for_messages_and_no_others(
             assert in_pair.get(name, "rank 0 (pid" if name == "ddp" else "rank 1 (pid") in line, line
 
 
+@pytest.mark.parametrize("size", [3, 4])
+def test_ddp_goes_on_without_a_rank_that_dies_and_with_one_that_comes(size):
+    """From size - 1 ranks to size - 2, without rank 0 and its store, and back; the last process joins. No step is lost
+    or done twice: all weights are those of one process, whose batch all ranks have."""
+    script = """
+        import copy
+        from distributed_checks import reconfiguring
+        from torch.distributed import TCPStore
+        from torch.nn.parallel import DistributedDataParallel
+
+        torch.manual_seed(1)
+        alone, batches = torch.nn.Linear(4, 4), torch.randn(15, 8, 4)
+        model, step, generation = copy.deepcopy(alone), 0, 0
+        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (alone, model)]
+
+        def train(step, model, optimizer):
+            optimizer.zero_grad()
+            loss = model(batches[step]).square().mean()
+            if R == 0 and step == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss.backward()
+            optimizer.step()
+
+        def go_on(handles):
+            global step, generation, ddp
+            generation += 1
+            reconfiguring(group, generation, handles)
+            steps = [None] * dist.get_world_size()
+            dist.all_gather_object(steps, step)
+            state = [step, model.state_dict(), optimizers[1].state_dict()]
+            dist.broadcast_object_list(state, steps.index(max(steps)))
+            step = state[0]
+            model.load_state_dict(state[1])
+            optimizers[1].load_state_dict(state[2])
+            ddp = DistributedDataParallel(model)
+
+        def lost_ranks():
+            try:
+                dist.barrier()
+            except farandole.HorovodInternalError as error:
+                return error.failed_ranks
+
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        common = TCPStore(address, port, is_master=R == N - 1, wait_for_workers=False)
+        if R == N - 1:  # comes later
+            deferred = {"enable_reconfigure": True} if hasattr(dist, "_reconfigure") else {}  # since torch 2.14
+            dist.init_process_group("farandole", store=dist.HashStore(), rank=0, world_size=1, **deferred)
+            group = dist.group.WORLD
+            common.set("newcomer", group.get_reconfigure_handle())
+            generation = 1
+        else:
+            if R == 0:
+                own = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+                common.set("port of rank 0", str(own.port))
+            store = TCPStore(address, int(common.get("port of rank 0")), is_master=False, wait_for_workers=False)
+            dist.init_process_group("farandole", store=store, rank=R, world_size=N - 1)
+            group, handles = dist.group.WORLD, [None] * (N - 1)
+            dist.all_gather_object(handles, group.get_reconfigure_handle())
+            ddp = DistributedDataParallel(model)
+            while step < 10:
+                try:
+                    train(step, ddp, optimizers[1])
+                    step += 1
+                except RuntimeError:
+                    lost = lost_ranks()
+                    tell(f"lost: {lost}")
+                    handles = [handle for rank, handle in enumerate(handles) if rank not in lost]
+                    go_on(handles)
+            common.set("handles", " ".join(handles))
+        go_on([*common.get("handles").decode().split(), common.get("newcomer").decode()])
+        while step < 15:
+            train(step, ddp, optimizers[1])
+            step += 1
+        for number in range(15):
+            train(number, alone, optimizers[0])
+        assert torch.allclose(model.weight, alone.weight, atol=1e-6), (model.weight, alone.weight)
+        tell(f"rank {dist.get_rank()} of {dist.get_world_size()} after {generation} generations")
+        dist.destroy_process_group()
+    """
+    outputs = run_script(size, script, codes=[-signal.SIGKILL, *[0] * (size - 1)])
+    for rank in range(1, size):
+        assert f"rank {rank - 1} of {size - 1} after 2 generations" in outputs[rank]
+        assert rank == size - 1 or outputs[rank].count("lost: (0,)") == 1
+
+
 def test_a_rank_that_does_not_come_in_time_ends_its_group_and_no_others():
     script = """
         import datetime, warnings
@@ -177,9 +265,10 @@ OVERRIDES = {
     "ProcessGroup": """
         abort all_gather_single all_gather_single_coalesced all_to_all_single allgather allgather_coalesced
         allgather_into_tensor_coalesced allreduce allreduce_coalesced alltoall alltoall_base barrier broadcast gather
-        getBackendName getGroupDesc getGroupName group_desc group_name name recv recv_anysource reduce reduce_scatter
-        reduce_scatter_single reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced scatter send
-        setGroupDesc setGroupName set_timeout shutdown supports_splitting _allgather_base _device_types _get_backend
+        get_error get_reconfigure_handle getBackendName getGroupDesc getGroupName getRank getSize group_desc group_name
+        name rank reconfigure recv recv_anysource reduce reduce_scatter reduce_scatter_single
+        reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced scatter send set_timeout setGroupDesc
+        setGroupName shutdown size supports_reconfigure supports_splitting _allgather_base _device_types _get_backend
         _reduce_scatter_base _set_group_desc _set_group_name
     """,
 }

@@ -49,7 +49,8 @@ dist: Any = torch.distributed
 def _create(options: Any, *_: Any) -> ProcessGroup:
     ranks, timeout_s = options.global_ranks_in_group, options.timeout.total_seconds()
     devices = _devices_of(sys._getframe(1))
-    return ProcessGroup(options.store, options.group_rank, options.group_size, ranks, timeout_s, devices)
+    is_joined = not getattr(options, "enable_reconfigure", False)  # of torch 2.14
+    return ProcessGroup(options.store, options.group_rank, options.group_size, ranks, timeout_s, devices, is_joined)
 
 
 def _devices_of(frame: types.FrameType | None) -> list[str]:

@@ -8,6 +8,7 @@ import datetime
 import functools
 import itertools
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,10 +18,10 @@ import torch
 import torch.distributed
 
 from farandole import _core
-from farandole.exceptions import HorovodInternalError
+from farandole.exceptions import HorovodInternalError, OperationTimeoutError
 from farandole.ops import ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, BLOCKS, BROADCAST, GROUP, IN_PLACE, REDUCESCATTER
 from farandole.torch import _calls
-from farandole.torch.distributed import _tensors
+from farandole.torch.distributed import _members, _tensors
 from farandole.torch.distributed._job import Job
 from farandole.torch.distributed._pair import Pair
 from farandole.torch.distributed._tensors import Tensors
@@ -34,6 +35,11 @@ _REDUCTIONS = {"SUM": 0, "AVG": 1, "MIN": 2, "MAX": 3, "PRODUCT": 4, "PREMUL_SUM
 _LINEAR = ("SUM", "AVG", "PREMUL_SUM")
 #: As gloo and NCCL have it: a sum of truth values is whether one is true, a product whether all are.
 _OF_BOOL = {"SUM": "MAX", "PRODUCT": "MIN"}
+#: How long reconfigure() waits at its end for members so far that live, and are members no more.
+_LEAVING_S = 0.2
+#: How long shutdown() of a group that changes its members waits for the others.
+_LONGEST_END_S = 2.0
+_NOT_JOINED = f"{NAME}: the group has no members: expected a call of reconfigure(), that succeeds, before operations"
 _BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
 #: Untyped: from one torch to the next its methods have other names and arguments.
 dist: Any = torch.distributed
@@ -45,25 +51,37 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
 
     What is no override of torch's begins with ``fl_``: a later torch may take any other name.
 
+    Args:
+        is_joined: False: the ranks meet at the first :meth:`reconfigure`.
+
     Thread safety: any thread; collectives must come in the same order on all ranks.
     """
 
     def __init__(
         self, store: Any, rank: int, size: int, global_ranks: Sequence[int] = (), timeout_s: float = 0,
-        devices: Sequence[str] = DEVICES,
+        devices: Sequence[str] = DEVICES, is_joined: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(rank, size)
         self.fl_desc = "undefined"
         self.fl_devices = [torch.device(device) for device in devices]
-        self.fl_calls = _calls.Calls()
-        self.fl_size = size
-        self.fl_pairs: dict[int, Pair] = {}
         self.fl_pairs_lock = threading.Lock()
-        self.fl_job = Job(store, rank, size, global_ranks, timeout_s)
-        self.fl_core = self.fl_job.context.core
+        self.fl_store, self.fl_timeout_s = store, timeout_s
+        self.fl_handle: _members.Handle | None = None
+        self.fl_uuids: set[int] = set()  # of reconfigure()
+        self.fl_changes = not is_joined  # its members
+        self.fl_leaving: list[_core.Context] = []  # jobs of earlier members, of which some are still there
+        self.fl_use(Job(store, rank, size, global_ranks, timeout_s, "" if is_joined else _NOT_JOINED))
         _open_groups.add(self)
 
     # What torch calls a group.
+
+    def getRank(self) -> int:
+        return self.fl_job.rank
+
+    def getSize(self) -> int:
+        return self.fl_size
+
+    rank, size = getRank, getSize
 
     def getBackendName(self) -> str:
         return NAME
@@ -100,18 +118,80 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
         """It serves all devices; asked for where ``init_process_group`` has a ``device_id``."""
         return self
 
+    def get_error(self) -> Any:
+        """torch's word for the error with which the group has ended; success if ranks have left it, as they may."""
+        kinds = torch._C._distributed_c10d.ErrorType
+        try:
+            self.fl_job.raise_if_lost()
+        except OperationTimeoutError:
+            return kinds.TIMEOUT
+        except HorovodInternalError:
+            return kinds.REMOTE_ERROR
+        return kinds.SUCCESS
+
+    # Other members.
+
+    supports_reconfigure = True
+
+    def get_reconfigure_handle(self) -> str:
+        """By which :meth:`reconfigure` of other processes finds this one, as long as the group lives."""
+        if self.fl_handle is None:
+            self.fl_handle = _members.Handle.create(self.fl_store, self.fl_size)
+        world = dist.distributed_c10d.GroupMember.WORLD
+        self.fl_handle = self.fl_handle._replace(rank=(world or self).rank())
+        return str(self.fl_handle)
+
+    def reconfigure(self, opts: Any) -> Work:
+        """Goes on with other members, as a job of their own: after a failure, too, of which nothing remains.
+
+        Returns once all have called it. Operations in flight end with an error. Meanwhile no other thread may use
+        the group. The handles of those with whom it goes on must have come to this process by other means.
+
+        Args:
+            opts: torch's: ``handles``, a list by rank or a set; ``uuid``, another one each time; ``timeout``, by
+                default 60 s.
+
+        Raises:
+            ValueError: This process is not among them, or they are no handles, or the ``uuid`` was used before. The
+                group stays as it is.
+            HorovodInternalError: Members did not come in time (OperationTimeoutError), or rank 0 of them cannot be
+                reached; ``failed_ranks`` are their places in ``handles``. The group has no members then, and can be
+                reconfigured again.
+        """
+        members, rank = _members.order(opts.handles, self.fl_handle)
+        if opts.uuid in self.fl_uuids:
+            raise ValueError(f"reconfigure: expected another uuid each time; got {opts.uuid} again")
+        self.fl_uuids.add(opts.uuid)
+        self.fl_changes = True
+        timeout_s = opts.timeout.total_seconds() if opts.timeout else _members.DEFAULT_TIMEOUT_S
+        ranks = [member.rank for member in members]
+        if self is dist.distributed_c10d.GroupMember.WORLD or len(set(ranks)) < len(ranks):  # of several jobs
+            ranks = []
+        self.fl_leave(rank, len(members))
+        store = _members.meet(members, rank, opts.uuid, timeout_s) if len(members) > 1 else None
+        job = Job(store, rank, len(members), ranks, self.fl_timeout_s)
+        job.name = self.fl_job.name
+        self.fl_use(job)
+        self.fl_finish_leaving(_LEAVING_S)
+        return Work(job, [], [])
+
     # Its end.
 
     def shutdown(self) -> None:
-        """Leaves the group when all its ranks do, as ``destroy_process_group`` does.
+        """Leaves the group when all its ranks do, as ``destroy_process_group`` does; one that can change its members
+        after 2 s at the latest, since others may wait for whoever takes this rank's place.
 
         A failure that no collective has raised on this rank is a warning: an error would leave the other groups
         open.
         """
         _open_groups.discard(self)
         self.fl_close_pairs()
+        self.fl_finish_leaving(0.0, is_end=True)
         try:
-            self.fl_job.context.close()
+            if not self.fl_changes:
+                self.fl_job.context.close()
+            elif not self.fl_core.close_within(_LONGEST_END_S):
+                self.fl_core.close_at_exit(0.0)
         except HorovodInternalError as error:
             if not self.fl_job.has_seen_failure:
                 warnings.warn(f"{NAME}: {self.fl_job.renumber(error)}", RuntimeWarning, stacklevel=2)
@@ -125,12 +205,14 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
         for pair in list(self.fl_pairs.values()):
             pair.abort()
         self.fl_core.close_at_exit(0.0)
+        self.fl_finish_leaving(0.0, is_end=True)
         self.fl_job.completer.stop()
 
     def fl_close_at_exit(self) -> None:
         """As :meth:`shutdown`, for a script that ends without ``destroy_process_group``."""
         with contextlib.suppress(HorovodInternalError):  # the script has seen it, or waited for nothing more
             self.fl_close_pairs(at_exit=True)
+        self.fl_finish_leaving(0.0, is_end=True)
         with contextlib.suppress(HorovodInternalError):
             self.fl_job.context.close(at_exit=True)
         self.fl_job.completer.stop(1.0)
@@ -264,6 +346,43 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
     alltoall_base = all_to_all_single
 
     # The rest is internal.
+
+    def fl_use(self, job: Job) -> None:
+        """Operations from now on are the job's."""
+        self.fl_calls, self.fl_pairs = _calls.Calls(), dict[int, Pair]()
+        self.fl_job, self.fl_core, self.fl_size = job, job.context.core, job.size
+        numbers = dist.distributed_c10d._world.pg_group_ranks  # by which torch finds `src` and `dst`
+        if self in numbers:
+            numbers[self] = {rank: number for number, rank in enumerate(job.ranks)}
+
+    def fl_leave(self, rank: int, size: int) -> None:
+        """Begins to leave the members so far, which ends what is in flight here, and there what waits for this rank.
+        Until the others join, the group is without members."""
+        job, pairs = self.fl_job, sorted(self.fl_pairs.values())
+        job.announce_leaving()
+        cores = [core for pair in pairs if (core := pair.give_up()) is not None]
+        self.fl_leaving += [*cores, self.fl_core]
+        new = Job(None, rank, size, (), self.fl_timeout_s, _NOT_JOINED)
+        new.name = job.name
+        self.fl_use(new)
+        self.fl_finish_leaving(0.0)
+        job.completer.stop()
+
+    def fl_finish_leaving(self, limit_s: float, is_end: bool = False) -> None:
+        """Leaves the jobs of earlier members that have left them, too: a process that is a member no more may live on.
+
+        Args:
+            limit_s: How long to wait for all together.
+            is_end: Does not come again: the rest ends with the process.
+        """
+        until_s = time.monotonic() + limit_s
+        for core in list(self.fl_leaving):
+            with contextlib.suppress(HorovodInternalError):  # of those members
+                if is_end:
+                    core.close_at_exit(0.0)
+                elif not core.close_within(max(0.0, until_s - time.monotonic())):
+                    continue
+            self.fl_leaving.remove(core)
 
     def fl_message(
         self, flat: torch.Tensor, peer: int, tag: int, is_sent: bool, outputs: list[torch.Tensor],

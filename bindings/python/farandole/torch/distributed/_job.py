@@ -29,11 +29,14 @@ class Job:
         size: How many ranks it has.
         ranks: Their numbers in torch's job; empty: the same.
         timeout_s: How long a tensor waits for a rank; 0: without limit.
+        not_joined: Why the ranks do not join; every operation raises it. Empty: they do.
 
     Thread safety: any thread.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, ranks: Sequence[int], timeout_s: float) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, ranks: Sequence[int], timeout_s: float, not_joined: str = ""
+    ) -> None:  # fmt: skip
         self.name = ""  # of the group; torch tells it later
         self.rank, self.size = rank, size
         self.ranks = list(ranks) or list(range(size))
@@ -41,7 +44,7 @@ class Job:
         self.has_seen_failure = False  # one that ended the group
         self.completer = Completer()
         self._store = store
-        self.context = connect(store, rank, size, self.timeout_s)
+        self.context: Any = _NotJoined(not_joined) if not_joined else connect(store, rank, size, self.timeout_s)
 
     def raise_if_lost(self) -> None:
         """Raises the error of a group that has lost a rank. Ranks that have left it do not concern the others here."""
@@ -81,6 +84,25 @@ class Job:
         if isinstance(error, OperationTimeoutError):  # named as the user has set it
             error.args = (str(error).replace(_SHUTDOWN_S, "the timeout of the group"),)
         return error
+
+
+class _NotJoined:
+    """In place of the context, and its core, of a group whose ranks have not joined."""
+
+    def __init__(self, why: str) -> None:
+        self.core, self._why = self, why
+
+    def close(self, at_exit: bool = False) -> None:
+        """As of a context."""
+
+    def close_within(self, _limit_s: float) -> bool:
+        return True
+
+    def close_at_exit(self, _limit_s: float) -> None:
+        """As of a core."""
+
+    def __getattr__(self, _name: str) -> Any:
+        raise HorovodInternalError(self._why)
 
 
 def connect(store: Any, rank: int, size: int, timeout_s: float, in_order: bool = True) -> basics.Context:

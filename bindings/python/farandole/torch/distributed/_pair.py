@@ -104,10 +104,16 @@ class Pair:
 
     def abort(self) -> None:
         """Leaves the job at once."""
+        if (core := self.give_up()) is not None:
+            core.close_at_exit(0.0)
+
+    def give_up(self) -> _core.Context | None:
+        """Joins no more; its core if it has one that is not the group's, and is to be closed."""
         with self._lock:
             self._is_closing = True
-        if self._context is not None:
-            self._context.core.close_at_exit(0.0)
+        if self._context is None or self._context is self._job.context:
+            return None
+        return self._context.core
 
     def __lt__(self, other: Pair) -> bool:
         """The order in which all ranks close them, so that they cannot wait for one another in a circle."""
