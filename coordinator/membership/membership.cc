@@ -1,3 +1,5 @@
+// One file: each of its functions changes or reads the state of one machine.
+
 #include "coordinator/membership/membership.h"
 
 #include <algorithm>
