@@ -688,6 +688,10 @@ bool Membership::IsHopeless() const {
   };
   if (IsNewcomer() || phase_ == Phase::kOpening || lacks(started_)) return false;
   const Basis basis = Collect();
+  const auto is_silent = [&](const auto& report) {  // since it has reported
+    return !basis.here.contains(report.first) && !dead_.contains(report.first);
+  };
+  if (std::ranges::any_of(reports_, is_silent)) return false;
   return !lacks(basis.started) && std::ranges::none_of(basis.pending, lacks) && !MakeList(basis);
 }
 
