@@ -33,6 +33,18 @@ std::vector<SocketAddress> AddressesOf(std::string_view texts) {
   return all;
 }
 
+/// Why a connection was not made. ECONNREFUSED is left where it has been reset, as a host does if
+/// nobody listens there. By ICMP a firewall refuses, which says nothing of a process; Linux keeps
+/// that message with the socket.
+int WhyNot(int socket, int error) {
+  if (error != ECONNREFUSED) return error;
+  std::array<std::byte, 512> control;
+  msghdr message{};
+  message.msg_control = control.data();
+  message.msg_controllen = control.size();
+  return recvmsg(socket, &message, MSG_ERRQUEUE | MSG_DONTWAIT) < 0 ? error : EHOSTUNREACH;
+}
+
 }  // namespace
 
 struct MemberMail::Connection {
@@ -152,7 +164,7 @@ void MemberMail::Advance(Connection& connection) {
     int error = 0;
     socklen_t size = sizeof error;
     (void)getsockopt(connection.socket, SOL_SOCKET, SO_ERROR, &error, &size);
-    if (error != 0) return connection.End(error);
+    if (error != 0) return connection.End(WhyNot(connection.socket, error));
     connection.deadline_ns = connection.connected_until_ns;
     connection.out = connection.handshake.TakeOutput();
   }
@@ -254,7 +266,7 @@ void MemberMail::Connect(Outgoing& outgoing) {
   connection.is_connecting = true;
   if (error != 0) return connection.End(error);
   if (connect(socket, address.data(), address.size()) != 0 && errno != EINPROGRESS)
-    connection.End(errno);
+    connection.End(WhyNot(socket, errno));
 }
 
 // The outcome of a connection that has ended, and the next one.

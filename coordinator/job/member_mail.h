@@ -36,7 +36,7 @@ class MemberMail {
       kCame,       ///< `text` has come.
       kDelivered,  ///< `to` has `text`.
       kLost,       ///< `to` did not answer within 2 s; `text`: why.
-      kGone,       ///< `to` has ended: the kernel of its host says that nobody listens there, or
+      kGone,       ///< `to` has ended: its host resets each connection, as nobody listens there, or
                    ///< another process does.
     };
     Kind kind = Kind::kCame;

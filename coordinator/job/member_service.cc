@@ -16,9 +16,6 @@ namespace farandole {
 namespace {
 
 constexpr int64_t kLeaveNs = 2 * kNsPerSecond;
-constexpr int64_t kPingNs = 100 * kNsPerMs;
-constexpr int64_t kLeftOutNs = kNsPerSecond;
-constexpr size_t kPingsAtOnce = 32;      // of more members each takes longer
 constexpr int64_t kEndingNs = kNsPerMs;  // how often an engine that is to end is asked
 
 std::string InOneText(const std::vector<SocketAddress>& addresses) {
@@ -48,7 +45,8 @@ std::string Describe(const GenerationNumber& generation) {
 
 std::string Describe(const MembershipMessage& message) {
   const auto kind = static_cast<size_t>(message.kind);
-  static constexpr std::array kKinds = {"", "report", "proposal", "refusal", "ask", "gone on"};
+  static constexpr std::array kKinds = {"",    "report",  "proposal", "refusal",
+                                        "ask", "gone on", "ping"};
   std::string text = kKinds[std::min(kind, kKinds.size() - 1)];
   text += " of " + std::to_string(message.sender.id % 1000) + ": started " +
           Describe(message.started.generation) + ", accepted " + Describe(message.accepted) +
@@ -120,7 +118,7 @@ Result<std::shared_ptr<MemberService>> MemberService::Create(Options options) {
   service->mail_ = std::move(mail).value();
   FARANDOLE_RETURN_IF_ERROR(
       StartThread(service->thread_, "farandole-memb", [s = service.get()] { s->Run(); }));
-  World::Get().NoteService(service.get());
+  World::Get().AddService(service.get());
   return service;
 }
 
@@ -134,7 +132,7 @@ void MemberService::Stop(Lock& lock) {
   machine_.reset();
   running_ = {};
   if (!thread_.joinable()) return;
-  World::Get().NoteService(nullptr);
+  World::Get().RemoveService(this);
   mail_->Wake();
   lock.unlock();
   thread_.join();
@@ -172,7 +170,6 @@ void MemberService::Run() {
     machine_->Tick(SteadyClock().NowNs());
     for (const MemberMail::Event& event : events) Take(event);
     EndIfComplete();
-    Ping();
     Perform();
   }
 }
@@ -181,7 +178,6 @@ int64_t MemberService::NextWakeNs() const {
   if (!machine_) return kNever;
   int64_t next_ns = machine_->NextTimer().value_or(kNever);
   if (is_ending_) next_ns = std::min(next_ns, SteadyClock().NowNs() + kEndingNs);
-  next_ns = std::min(next_ns, ping_ns_);
   return next_ns;
 }
 
@@ -195,12 +191,10 @@ void MemberService::Take(const MemberMail::Event& event) {
         const Result<MembershipMessage> message = DecodeMembership(rest);
         Say("came: " + (message.ok() ? Describe(message.value()) : message.status().message()));
         if (!message.ok()) return;
-        NoteStarted(message.value().started);
         machine_->Received(message.value());
       } else if (text[0] == static_cast<char>(Text::kLeave)) {
         const Result<MembershipMessage> left = DecodeMembership(rest);
         if (!left.ok()) return;
-        gone_.insert(left.value().sender.id);
         machine_->Died({left.value().sender.id});
       }
       return;
@@ -210,10 +204,7 @@ void MemberService::Take(const MemberMail::Event& event) {
       return;
     case MemberMail::Event::Kind::kGone:
       Say("gone: " + std::to_string(event.to.id % 1000) + ": " + event.text);
-      if (event.to.id != 0) {
-        gone_.insert(event.to.id);
-        machine_->Died({event.to.id});
-      }
+      if (event.to.id != 0) machine_->Died({event.to.id});
       [[fallthrough]];
     case MemberMail::Event::Kind::kLost:
       pinged_.erase(event.to.id);
@@ -240,6 +231,10 @@ void MemberService::Perform(MembershipAction& action) {
   Say(Describe(action));
   switch (action.kind) {
     case MembershipAction::Kind::kSend:
+      if (action.message.kind == MembershipMessage::Kind::kPing &&
+          !pinged_.insert(action.to.id).second) {
+        break;  // it has not answered the last one
+      }
       outbox_.emplace_back(action.to,
                            static_cast<char>(Text::kMembership) + EncodeMembership(action.message));
       break;
@@ -250,7 +245,6 @@ void MemberService::Perform(MembershipAction& action) {
       assignment_ = {std::move(action.list), action.rank, nullptr};
       if (action.rank == 0) assignment_->listener = std::exchange(listener_, nullptr);
       is_taken_ = is_given_up_ = false;
-      ping_ns_ = 0;
       break;
     case MembershipAction::Kind::kEnd:
       End();
@@ -294,8 +288,6 @@ void MemberService::EndIfComplete() {
 
 void MemberService::EndWith(const Losses& losses) {
   is_ending_ = false;
-  gone_.insert(losses.dead.begin(), losses.dead.end());
-  ping_ns_ = 0;
   if (std::exchange(has_ended_, true)) {
     machine_->Died(losses.dead);
   } else {
@@ -303,67 +295,15 @@ void MemberService::EndWith(const Losses& losses) {
   }
 }
 
-// Whose end nobody else would notice. Between two generations no engine watches: the lowest of the
-// last one that is known to live looks for deaths of all, the others for its. While a generation
-// computes these are the members that are left out: they may hold the votes of those who come, but
-// not once they have ended.
-std::vector<Member> MemberService::Watched() const {
-  const MemberList& list = assignment_ ? assignment_->list : machine_->started();
-  std::vector<Member> watched;
-  if (!assignment_ && !has_ended_) {
-    for (const MemberId id : list.left_out) {
-      const auto found = known_.find(id);
-      if (found != known_.end() && !gone_.contains(id)) watched.push_back(found->second);
-    }
-    return watched;
-  }
-  for (const Member& member : list.members) {
-    if (gone_.contains(member.id)) continue;
-    const bool is_lowest = watched.empty();
-    if (is_lowest && member.id != self_.id) return {member};
-    watched.push_back(member);
-  }
-  return watched;
-}
-
-void MemberService::Ping() {
-  const int64_t now_ns = SteadyClock().NowNs();
-  if (now_ns < ping_ns_) return;
-  const std::vector<Member> watched = Watched();
-  const bool computes = !assignment_ && !has_ended_;
-  const auto rounds = static_cast<int64_t>(1 + watched.size() / kPingsAtOnce);
-  ping_ns_ = watched.empty() ? kNever : now_ns + rounds * (computes ? kLeftOutNs : kPingNs);
-  for (const Member& member : watched) {
-    if (member.id == self_.id || !pinged_.insert(member.id).second) continue;
-    outbox_.emplace_back(member, std::string(1, static_cast<char>(Text::kPing)));
-  }
-}
-
-void MemberService::NoteStarted(const MemberList& list) {
-  if (list.generation <= known_of_) return;
-  known_of_ = list.generation;
-  ping_ns_ = 0;
-  for (const Member& member : list.members) known_[member.id] = member;
-  std::erase_if(known_, [&](const auto& one) {
-    const bool is_in =
-        std::ranges::find(list.members, one.first, &Member::id) != list.members.end();
-    return !is_in && !list.left_out.contains(one.first);
-  });
-  std::erase_if(gone_, [&](MemberId id) { return !known_.contains(id); });
-}
-
 void MemberService::SayLeave() {
   const std::string text = static_cast<char>(Text::kLeave) + EncodeMembership({.sender = self_});
-  for (const auto& [id, member] : known_) {
-    if (id != self_.id) outbox_.emplace_back(member, text);
-  }
+  for (const Member& other : machine_->Others()) outbox_.emplace_back(other, text);
 }
 
 // --- The program's threads ---
 
 void MemberService::Begin(MemberList first, RunningGeneration running) {
   const Lock lock(mutex_);
-  NoteStarted(first);
   machine_.emplace(OptionsOfMachine(), std::move(first));
   running_ = std::move(running);
   mail_->Wake();
@@ -416,9 +356,7 @@ void MemberService::Joined(std::optional<RunningGeneration> running) {
   if (!machine_ || !assignment_) return;
   machine_->Tick(SteadyClock().NowNs());
   const GenerationNumber generation = assignment_->list.generation;
-  if (running) NoteStarted(assignment_->list);
   assignment_.reset();
-  ping_ns_ = 0;
   is_taken_ = is_given_up_ = false;
   if (running) {
     running_ = std::move(*running);
@@ -442,7 +380,7 @@ void MemberService::Computed(const GenerationNumber& generation) {
 void MemberService::Leave() {
   Lock lock(mutex_);
   if (stops_) return;
-  if (halted_.empty()) SayLeave();
+  if (halted_.empty() && machine_) SayLeave();
   machine_.reset();
   running_ = {};
   is_idle_ = false;
@@ -459,7 +397,7 @@ bool MemberService::has_left() {
 
 bool MemberService::change_is_due() {
   const Lock lock(mutex_);
-  return machine_ && !machine_->askers().empty();
+  return machine_ && machine_->IsChangeDue();
 }
 
 MemberList MemberService::started() {

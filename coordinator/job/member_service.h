@@ -110,7 +110,7 @@ class MemberService {
   void CloseInChild();
 
  private:
-  enum class Text : char { kMembership = 'm', kLeave = 'l', kPing = 'p' };
+  enum class Text : char { kMembership = 'm', kLeave = 'l' };
   using Lock = std::unique_lock<std::mutex>;
 
   explicit MemberService(Options options)
@@ -127,10 +127,7 @@ class MemberService {
   void End();
   void EndIfComplete();
   void EndWith(const Losses& losses);
-  void NoteStarted(const MemberList& list);
   void SayLeave();
-  std::vector<Member> Watched() const;
-  void Ping();
   void Stop(Lock& lock);
 
   const Options options_;
@@ -151,12 +148,8 @@ class MemberService {
   bool is_given_up_ = false;
   std::string halted_;  // why
   std::vector<std::pair<Member, std::string>> outbox_;
-  std::map<MemberId, Member> known_;  // of the newest list that has started, and left out of it
-  GenerationNumber known_of_;         // that list's
-  std::set<MemberId> gone_;           // of these, whose end is certain
-  std::set<MemberId> pinged_;         // and no answer yet
-  int64_t ping_ns_ = 0;               // when the next pings are due
-  bool is_idle_ = true;               // nothing is on its way
+  std::set<MemberId> pinged_;  // and no answer yet
+  bool is_idle_ = true;        // nothing is on its way
   bool stops_ = false;
 };
 

@@ -225,15 +225,25 @@ void World::Unlist(Generation* generation) {
   std::erase(open_, generation);
 }
 
-void World::ForgetServiceInChild() {
-  MemberService* const service = Get().service_.exchange(nullptr);
-  if (service != nullptr) service->CloseInChild();
+void World::ForgetServicesInChild() {
+  World& world = Get();
+  for (MemberService* const service : world.services_) service->CloseInChild();
+  world.services_.clear();  // it frees nothing
+  world.services_mutex_.unlock();
 }
 
-void World::NoteService(MemberService* service) {
-  static const int registered = pthread_atfork(nullptr, nullptr, ForgetServiceInChild);
+void World::AddService(MemberService* service) {
+  static const int registered =
+      pthread_atfork([] { Get().services_mutex_.lock(); }, [] { Get().services_mutex_.unlock(); },
+                     ForgetServicesInChild);
   (void)registered;  // fails without memory only: then a child keeps others from seeing an end
-  service_.store(service);
+  const std::lock_guard lock(services_mutex_);
+  services_.push_back(service);
+}
+
+void World::RemoveService(MemberService* service) {
+  const std::lock_guard lock(services_mutex_);
+  std::erase(services_, service);
 }
 
 void World::Retire(std::shared_ptr<Generation> ended) {

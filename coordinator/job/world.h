@@ -84,8 +84,10 @@ class World {
   void List(Generation* generation);
   void Unlist(Generation* generation);
 
-  /// That of this process, while its thread runs; nullptr: none. In a forked child its sockets go.
-  void NoteService(MemberService* service);
+  /// Those of this process, one for each elastic job it is in, while their threads run. In a forked
+  /// child their sockets go.
+  void AddService(MemberService* service);
+  void RemoveService(MemberService* service);
 
   /// The number of a generation whose engine starts, from 1.
   uint64_t CountGeneration() { return generations_.fetch_add(1) + 1; }
@@ -109,7 +111,7 @@ class World {
   World() = default;
   static void FinaliseMpi();
   static void LeaveAtExit(int exit_code, void*);
-  static void ForgetServiceInChild();
+  static void ForgetServicesInChild();
   static void EndWithoutDestructors(int status, void*);
 
   std::mutex mpi_mutex_;  // of those below, but FinaliseMpi takes it not
@@ -139,7 +141,8 @@ class World {
   std::vector<std::shared_ptr<Generation>> retired_;  // oldest first
   std::atomic<uint64_t> generations_{0};
 
-  std::atomic<MemberService*> service_{nullptr};
+  std::mutex services_mutex_;  // held while this process forks
+  std::vector<MemberService*> services_;
   std::atomic<int> unwaited_threads_{0};
   std::atomic<pid_t> unwaited_in_{0};  // a forked child has none of them
 };

@@ -31,7 +31,7 @@ void Write(const MemberList& list, wire::MemberList& out) {
   Write(list.generation, *out.mutable_generation());
   for (const Member& member : list.members) Write(member, *out.add_members());
   out.set_root(list.root);
-  Write(list.left_out, *out.mutable_left_out());
+  for (const auto& [id, member] : list.left_out) Write(member, *out.add_left_out());
   Write(list.newcomers, *out.mutable_newcomers());
   Write(list.without_vote, *out.mutable_without_vote());
 }
@@ -64,7 +64,9 @@ class Reader {
       list.members.push_back(ReadMember(member));
       if (!ids.insert(member.id()).second) Refuse(std::string(field) + " has a member twice");
     }
-    list.left_out = Read(in.left_out());
+    for (const wire::Member& member : in.left_out()) {
+      list.left_out.emplace(member.id(), ReadMember(member));
+    }
     list.newcomers = Read(in.newcomers());
     list.without_vote = Read(in.without_vote());
     return list;
@@ -107,7 +109,7 @@ Result<MembershipMessage> DecodeMembership(std::span<const std::byte> bytes) {
     return Malformed(std::to_string(bytes.size()) + " bytes are none");
   }
   if (in.kind() < static_cast<uint32_t>(MembershipMessage::Kind::kReport) ||
-      in.kind() > static_cast<uint32_t>(MembershipMessage::Kind::kGoneOn)) {
+      in.kind() > static_cast<uint32_t>(MembershipMessage::Kind::kPing)) {
     return Malformed("kind " + std::to_string(in.kind()) + " is unknown");
   }
   if (in.pending_size() > kMaxPendingLists) {

@@ -1,6 +1,9 @@
+// One file: each of its functions changes or reads the state of one machine.
+
 #include "coordinator/membership/membership.h"
 
 #include <algorithm>
+#include <ranges>
 #include <utility>
 
 namespace farandole {
@@ -13,6 +16,8 @@ constexpr int kGiveUp = 6;
 /// So many joins may fail before newcomers are left outside until the survivors have one.
 constexpr int kJoinsWithNewcomers = 2;
 constexpr int64_t kBackOffNs = 10'000'000;
+constexpr int64_t kPingNs = 100'000'000, kPingLeftOutNs = 1'000'000'000;
+constexpr size_t kPingsAtOnce = 32;  // of more members each takes longer
 
 const Member* Find(const MemberList& list, MemberId id) {
   const auto found = std::ranges::find(list.members, id, &Member::id);
@@ -103,6 +108,14 @@ Membership::Membership(MembershipOptions options, std::vector<std::string> addre
 
 void Membership::Tick(int64_t now_ns) {
   if (now_ns_ == 0 && phase_ == Phase::kGathering) hope_ns_ = ended_ns_ = now_ns;  // a newcomer
+  // Its timers are closer. So it was stopped itself, and what others have said has still to be
+  // read.
+  const int64_t late_ns = now_ns - now_ns_;
+  if (IsGathering() && now_ns_ != 0 && late_ns > options_.silence_ns * 3 / 4) {
+    gather_ns_ = now_ns;
+    hope_ns_ += late_ns;
+    ended_ns_ += late_ns;
+  }
   now_ns_ = now_ns;
   Advance();
 }
@@ -142,6 +155,7 @@ void Membership::Joined(const GenerationNumber& generation, bool ok, const std::
     SetStarted(joining_, false);
     suspects_.clear();
     unreachable_.clear();
+    passed_by_.clear();
     failures_ = 0;
     std::erase_if(asks_, [&](const Ask& ask) { return Find(started_, ask.message.sender.id); });
     phase_ = end_asked_ ? Phase::kEnding : Phase::kRunning;
@@ -173,6 +187,7 @@ void Membership::Received(const MembershipMessage& message) {
   NoteNumbers(message);
   AddFacts(message.dead, {});
   suspects_.erase(message.sender.id);
+  unreachable_.erase(message.sender.id);
   if (message.kind != Kind::kProposal) Learn(message);  // that of a proposal: in Accept
   if (phase_ == Phase::kHalted) return;
   switch (message.kind) {
@@ -188,6 +203,9 @@ void Membership::Received(const MembershipMessage& message) {
     case Kind::kAsk:
       OnAsk(message);
       break;
+    case Kind::kPing:
+      OnPing(message);
+      break;
     case Kind::kGoneOn:
       break;  // see Learn
   }
@@ -195,10 +213,11 @@ void Membership::Received(const MembershipMessage& message) {
 }
 
 void Membership::Unreachable(const Member& to) {
-  if (to.id == 0) return;  // the next ask goes to another one
+  // The next ask goes to another one. While a generation computes its engine knows better: what was
+  // lost was sent before, to one that was stopped.
+  if (to.id == 0 || phase_ == Phase::kRunning) return;
   unreachable_[to.id] = now_ns_ + options_.silence_ns;
-  const bool is_mine = proposal_.proposal.generation == joining_.generation;
-  if (phase_ == Phase::kJoining && is_mine && Find(joining_, to.id) != nullptr) GiveUpJoin();
+  if (phase_ == Phase::kJoining && Find(joining_, to.id) != nullptr) GiveUpJoin();
   Advance();
 }
 
@@ -212,7 +231,9 @@ std::optional<int64_t> Membership::NextTimer() const {
              back_off_ns_};
     if (IsNewcomer()) times.push_back(ask_ns_);
     for (const auto& [id, until_ns] : unreachable_) times.push_back(until_ns);
+    for (const auto& [id, until_ns] : passed_by_) times.push_back(until_ns);
   }
+  if (!Watched().empty()) times.push_back(ping_ns_);
   std::erase_if(times, [&](int64_t time) { return time <= now_ns_; });
   if (times.empty()) return std::nullopt;
   return std::ranges::min(times);
@@ -228,14 +249,37 @@ std::vector<Member> Membership::askers() const {
   return found;
 }
 
+bool Membership::IsChangeDue() const {
+  const auto has_ended = [&](const auto& one) { return dead_.contains(one.first); };
+  const bool gives_votes =
+      !started_.without_vote.empty() && std::ranges::all_of(started_.left_out, has_ended);
+  return gives_votes || !askers().empty();
+}
+
+std::vector<Member> Membership::Others() const {
+  std::map<MemberId, Member> others;
+  const auto add = [&](const MemberList& list) {
+    others.insert(list.left_out.begin(), list.left_out.end());
+    for (const Member& member : list.members) others.emplace(member.id, member);
+  };
+  add(started_);
+  for (const MemberList& list : pending_) add(list);
+  others.erase(options_.self.id);
+  const auto all = std::views::values(others);
+  return {all.begin(), all.end()};
+}
+
 // --- What is known
 // --------------------------------------------------------------------------------
 
 bool Membership::IsNewcomer() const { return Find(started_, options_.self.id) == nullptr; }
 
 bool Membership::IsSuspect(MemberId id) const {
-  const auto found = unreachable_.find(id);
-  return suspects_.contains(id) || (found != unreachable_.end() && found->second > now_ns_);
+  const auto holds = [&](const std::map<MemberId, int64_t>& until) {
+    const auto found = until.find(id);
+    return found != until.end() && found->second > now_ns_;
+  };
+  return suspects_.contains(id) || holds(unreachable_) || holds(passed_by_);
 }
 
 void Membership::AddFacts(const std::set<MemberId>& dead, const std::set<MemberId>& suspects) {
@@ -261,6 +305,8 @@ void Membership::Learn(const MembershipMessage& message) {
   const bool is_member = Find(started, options_.self.id) != nullptr;
   if (is_member || IsNewcomer()) {
     if (IsGathering()) SetStarted(started, message.has_computed);
+    // The others of the list that it joins have gone on without it.
+    if (phase_ == Phase::kJoining && accepted_ < started.generation) GiveUpJoin();
   } else if (accepted_ < started.generation) {
     Halt("the job has gone on without this process: its generation " +
          std::to_string(started.generation.number) + " of " + Ranks(started.members.size()) +
@@ -290,8 +336,10 @@ MembershipMessage Membership::Say(Kind kind) const {
                                .accepted = accepted_,
                                .dead = dead_,
                                .suspects = suspects_};
-  for (const auto& [id, until_ns] : unreachable_) {
-    if (until_ns > now_ns_) message.suspects.insert(id);
+  for (const auto& until : {unreachable_, passed_by_}) {
+    for (const auto& [id, until_ns] : until) {
+      if (until_ns > now_ns_) message.suspects.insert(id);
+    }
   }
   return message;
 }
@@ -303,7 +351,7 @@ void Membership::Send(const Member& to, MembershipMessage message) {
 
 void Membership::BeginGathering() {
   phase_ = Phase::kGathering;
-  gather_ns_ = report_ns_ = now_ns_;
+  gather_ns_ = report_ns_ = ping_ns_ = now_ns_;
   probe_ns_ = now_ns_ + options_.silence_ns / 16;
   reported_to_ = 0;
 }
@@ -385,9 +433,16 @@ void Membership::OnProposal(const MembershipMessage& message) {
   if (Find(message.proposal, options_.self.id) == nullptr || generation == accepted_) return;
   const auto reported = message.reported.find(options_.self.id);
   const bool is_current = reported != message.reported.end() && reported->second == accepted_;
+  const bool is_alive = std::ranges::none_of(
+      message.proposal.members, [&](const Member& member) { return dead_.contains(member.id); });
+  if (!is_alive) return Refuse(message);
   if (IsGathering() && is_current && generation > accepted_) return Accept(message);
+  Refuse(message);
+}
+
+void Membership::Refuse(const MembershipMessage& message) {
   MembershipMessage refusal = Say(Kind::kRefusal);
-  refusal.proposal.generation = generation;
+  refusal.proposal.generation = message.proposal.generation;
   Send(message.sender, std::move(refusal));
 }
 
@@ -424,17 +479,31 @@ void Membership::OnAsk(const MembershipMessage& message) {
   }
 }
 
+/// Its sender may await a join in vain, or not know of a newer generation.
+void Membership::OnPing(const MembershipMessage& message) {
+  const GenerationNumber& joining = message.proposal.generation;
+  const bool is_in = Find(started_, message.sender.id) != nullptr;
+  if (joining.number == 0) {
+    if (!is_in && message.accepted < started_.generation) Send(message.sender, Say(Kind::kGoneOn));
+  } else if (IsGathering()) {
+    if (joining == accepted_) Send(message.sender, Say(Kind::kReport));  // it has failed here
+  } else if (joining != accepted_) {
+    Refuse(message);
+  }
+}
+
 // --- From the end of a generation to the next
 // -----------------------------------------------------
 
 void Membership::Advance() {
   if (phase_ == Phase::kJoining && now_ns_ >= join_until_ns_) GiveUpJoin();
+  if (now_ns_ >= ping_ns_) Ping();
   if (!IsGathering()) return;
   if (IsNewcomer() && now_ns_ >= ask_ns_) AskForEntry();
   std::optional<Member> leader = Leader();
   const bool is_overdue = now_ns_ - reported_since_ns_ >= 2 * options_.silence_ns;
   if (leader && leader->id == reported_to_ && is_overdue) {  // others may not reach it
-    unreachable_[leader->id] = now_ns_ + 2 * options_.silence_ns;
+    passed_by_[leader->id] = now_ns_ + 2 * options_.silence_ns;
     leader = Leader();
   }
   if (leader && leader->id == options_.self.id) {
@@ -447,7 +516,51 @@ void Membership::Advance() {
     Send(*leader, Say(Kind::kReport));
   }
   if (IsGathering() && now_ns_ >= probe_ns_) Probe();
-  if (IsGathering() && now_ns_ - hope_ns_ >= options_.halt_ns) HaltAsMinority();
+  if (IsGathering() && (now_ns_ - hope_ns_ >= options_.halt_ns || IsHopeless())) HaltAsMinority();
+}
+
+/// A message that cannot be delivered says why, and who has gone on answers.
+void Membership::Ping() {
+  if (phase_ == Phase::kHalted) return;
+  const std::vector<Member> watched = Watched();
+  const bool computes = phase_ == Phase::kRunning || phase_ == Phase::kEnding;
+  const auto rounds = static_cast<int64_t>(1 + watched.size() / kPingsAtOnce);
+  ping_ns_ = now_ns_ + rounds * (computes ? kPingLeftOutNs : kPingNs);
+  MembershipMessage ping = {.kind = Kind::kPing, .sender = options_.self, .accepted = accepted_};
+  if (phase_ == Phase::kJoining) ping.proposal.generation = joining_.generation;
+  for (const Member& member : watched) Send(member, ping);
+}
+
+/// Whose end nobody else would notice. While a generation computes: who is left out of it, as
+/// newcomers may vote once he has ended. Between two no engine watches: the lowest that lives looks
+/// for the ends of all whose votes may be needed, the others for his and those below him.
+std::vector<Member> Membership::Watched() const {
+  std::vector<Member> watched;
+  std::set<MemberId> seen = dead_;
+  const auto add = [&](const Member& member) {
+    if (seen.insert(member.id).second) watched.push_back(member);
+  };
+  const auto add_left_out = [&](const MemberList& list) {
+    for (const auto& [id, member] : list.left_out) add(member);
+  };
+  if (phase_ == Phase::kRunning || phase_ == Phase::kEnding) {
+    add_left_out(started_);
+    return watched;
+  }
+  if (phase_ == Phase::kJoining) {
+    std::ranges::for_each(joining_.members, add);
+  } else if (IsGathering()) {
+    if (!IsNewcomer()) std::ranges::for_each(started_.members, add);
+    for (const MemberList& list : pending_) std::ranges::for_each(list.members, add);
+    if (!IsNewcomer()) add_left_out(started_);
+    std::ranges::for_each(pending_, add_left_out);
+  }
+  const auto self = [&](const Member& member) { return member.id == options_.self.id; };
+  const auto lowest = std::ranges::find_if(
+      watched, [&](const Member& member) { return self(member) || !IsSuspect(member.id); });
+  if (lowest != watched.end() && !self(*lowest)) watched.erase(lowest + 1, watched.end());
+  std::erase_if(watched, self);
+  return watched;
 }
 
 /// Who leads reports to those that it waits for: they may not have noticed, or believe that another
@@ -544,8 +657,15 @@ Membership::Basis Membership::Collect() const {
   return basis;
 }
 
+/// Also for a newer report of who could not reach this process, which was stopped perhaps: else he
+/// would be left out.
 bool Membership::IsAwaiting(const Basis& basis) const {
-  if (now_ns_ - gather_ns_ >= options_.silence_ns) return false;
+  const int64_t since_ns = now_ns_ - gather_ns_;
+  const bool is_suspected = std::ranges::any_of(basis.here, [&](MemberId id) {
+    return id != options_.self.id && MessageOf(id).suspects.contains(options_.self.id);
+  });
+  if (is_suspected && since_ns < options_.silence_ns / 2) return true;
+  if (since_ns >= options_.silence_ns) return false;
   const auto is_awaited = [&](const Member& member) {
     return !basis.here.contains(member.id) && !dead_.contains(member.id) && !IsSuspect(member.id) &&
            !basis.suspected.contains(member.id);
@@ -554,6 +674,25 @@ bool Membership::IsAwaiting(const Basis& basis) const {
     return std::ranges::any_of(list.members, is_awaited);
   };
   return awaits(basis.started) || std::ranges::any_of(basis.pending, awaits);
+}
+
+/// All of its lists that are not known to be dead are here, and may not go on: nobody else can tell
+/// them anything.
+bool Membership::IsHopeless() const {
+  const auto is_away = [&](const Member& member) {
+    return member.id != options_.self.id && !reports_.contains(member.id) &&
+           !dead_.contains(member.id);
+  };
+  const auto lacks = [&](const MemberList& list) {
+    return std::ranges::any_of(list.members, is_away);
+  };
+  if (IsNewcomer() || phase_ == Phase::kOpening || lacks(started_)) return false;
+  const Basis basis = Collect();
+  const auto is_silent = [&](const auto& report) {  // since it has reported
+    return !basis.here.contains(report.first) && !dead_.contains(report.first);
+  };
+  if (std::ranges::any_of(reports_, is_silent)) return false;
+  return !lacks(basis.started) && std::ranges::none_of(basis.pending, lacks) && !MakeList(basis);
 }
 
 /// Who has a vote in the newest list that has started depends on whether it has computed. Before
@@ -622,13 +761,14 @@ std::optional<MemberList> Membership::MakeList(const Basis& basis,
       const bool is_in = Find(next, member.id) != nullptr;
       if (here.contains(member.id) && !is_in) next.members.push_back(member);
       if (!here.contains(member.id) && Votes(list, member.id, true)) {
-        next.left_out.insert(member.id);
+        next.left_out.emplace(member.id, member);
       }
     }
   }
   AddNewcomers(basis, next.members);
-  std::erase_if(next.left_out,
-                [&](MemberId id) { return dead_.contains(id) || Find(next, id) != nullptr; });
+  std::erase_if(next.left_out, [&](const auto& one) {
+    return dead_.contains(one.first) || Find(next, one.first) != nullptr;
+  });
   std::stable_partition(next.members.begin(), next.members.end(), [&](const Member& member) {
     return member.id == options_.self.id;  // others are lower in a list that this one leads by
   });
@@ -699,6 +839,7 @@ void Membership::Accept(const MembershipMessage& message) {
   join_until_ns_ = now_ns_ + options_.join_ns;
   end_asked_ = false;
   reports_.clear();
+  ping_ns_ = now_ns_;
   hope_ns_ = std::min(now_ns_, ended_ns_ + (kGiveUp - 1) * options_.halt_ns);
   actions_.push_back({.kind = MembershipAction::Kind::kJoin,
                       .list = list,
@@ -721,6 +862,7 @@ void Membership::HaltAsMinority() {
   const std::string left = std::to_string(here) + " of " + Ranks(list.members.size()) +
                            (here == 1 ? " is left" : " are left") +
                            (dead > 0 ? ", " + std::to_string(dead) + " ended" : "");
+  if (IsHopeless()) return Halt(left + ", and no rank that is left has a vote in who goes on");
   if (others == 0) return Halt(left + ", but they could not begin a generation");
   Halt(left + ", and the other " + std::to_string(others) + " may go on without " +
        (here == 1 ? "it" : "them"));

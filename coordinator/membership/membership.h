@@ -34,7 +34,7 @@ struct MemberList {
   std::vector<Member> members = {};
   std::string root = {};  ///< "host:port", where rank 0 waits for the others to join.
   /// Members of earlier lists that went on without them, and whose end nobody has seen.
-  std::set<MemberId> left_out = {};
+  std::map<MemberId, Member> left_out = {};
   /// Members that count in a quorum only where the list is known to have computed something.
   std::set<MemberId> newcomers = {};
   /// Members that came while somebody was left out: they don't count at all.
@@ -50,6 +50,7 @@ struct MembershipMessage {
     kRefusal = 3,   ///< To a leader: this process has accepted something else since its report.
     kAsk = 4,       ///< A newcomer, `sender`, asks to be let in; passed on to rank 0.
     kGoneOn = 5,    ///< To one who doesn't know of `started`, or isn't in it any more or yet.
+    kPing = 6,      ///< To one whose end would matter.
   };
   Kind kind = Kind::kReport;
   Member sender = {};
@@ -59,7 +60,8 @@ struct MembershipMessage {
   GenerationNumber accepted = {};        ///< The newest that it has accepted.
   std::set<MemberId> dead = {};      ///< Whose end a kernel or a launcher has seen, or who left.
   std::set<MemberId> suspects = {};  ///< Whom the sender cannot reach.
-  MemberList proposal = {};          ///< kProposal; in a kRefusal its generation alone.
+  MemberList proposal = {};          ///< kProposal; in a kRefusal its generation alone, in a kPing
+                                     ///< that of the list that the sender joins.
   /// kProposal: what each of its members had accepted when it reported. A member that has accepted
   /// something since then refuses.
   std::map<MemberId, GenerationNumber> reported = {};
@@ -134,6 +136,11 @@ class Membership {
   const MemberList& started() const { return started_; }
   /// Newcomers that ask rank 0 to be let in and would find room, oldest first.
   std::vector<Member> askers() const;
+  /// The next generation would be a better one: newcomers wait, or members get a vote, as all that
+  /// were left out have ended.
+  bool IsChangeDue() const;
+  /// All others that this process knows by address, to whom its leave matters.
+  std::vector<Member> Others() const;
 
   /// That this process has halted, by kHalt.
   bool has_halted() const { return phase_ == Phase::kHalted; }
@@ -179,15 +186,20 @@ class Membership {
   void OnReportWhileJoining(const MembershipMessage& message);
   void OnReportWhileGathering(const MembershipMessage& message);
   void OnProposal(const MembershipMessage& message);
+  void Refuse(const MembershipMessage& message);
   void OnRefusal(const MembershipMessage& message);
   void OnAsk(const MembershipMessage& message);
+  void OnPing(const MembershipMessage& message);
 
   void Advance();
+  void Ping();
+  std::vector<Member> Watched() const;
   void AskForEntry();
   void Probe();
   std::optional<Member> Leader() const;
   bool CannotStart(const MemberList& list) const;
   Basis Collect() const;
+  bool IsHopeless() const;
   bool IsAwaiting(const Basis& basis) const;
   bool HasQuorum(const std::set<MemberId>& here, const Basis& basis) const;
   std::set<MemberId> Reachable(const Basis& basis) const;
@@ -212,7 +224,8 @@ class Membership {
   uint64_t seen_number_ = 0;  // the greatest
   std::set<MemberId> dead_;
   std::set<MemberId> suspects_;              // until they send something, or a generation starts
-  std::map<MemberId, int64_t> unreachable_;  // until then
+  std::map<MemberId, int64_t> unreachable_;  // until then, or they send something
+  std::map<MemberId, int64_t> passed_by_;    // leaders that propose nothing, until then
 
   std::map<MemberId, MembershipMessage> reports_;  // since the last join began
   std::vector<Ask> asks_;                          // in the order in which they came first
@@ -220,6 +233,7 @@ class Membership {
   int64_t reported_since_ns_ = 0;
   int64_t report_ns_ = 0;    // when to report next
   int64_t probe_ns_ = 0;     // when to try suspects again
+  int64_t ping_ns_ = 0;      // when to see again whether others live
   int64_t gather_ns_ = 0;    // when the gathering began
   int64_t ended_ns_ = 0;     // when the last generation ended
   int64_t hope_ns_ = 0;      // when a quorum, or a member, was last seen

@@ -1,10 +1,11 @@
 // The elastic trial over the C ABI: four processes go on, generation after generation, as some are
 // killed, stopped, leave or die while the others recover, and new ones take their places.
-// generations [how many losses; or FARANDOLE_TEST_GENERATIONS]
+// generations [how many losses; or FARANDOLE_TEST_GENERATIONS [how many disturbances [seed]]]
 //
 // Shown: whoever is lost, rank 0 too, the others' next sum is that of those who are left; handles
 // of the generation that ended say so; who was stopped is told later; and memory, descriptors and
-// threads stay as they are.
+// threads stay as they are. Disturbances hit any processes at any point of a recovery, newcomers in
+// their join as well: those that may go on do, and nobody waits for ever.
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -21,6 +22,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <random>
 #include <string>
 #include <utility>
 #include <vector>
@@ -34,6 +36,8 @@ constexpr long kMostGrown = 4096;  // KiB, in a longer run
 constexpr int kWarm = 60;          // losses
 constexpr int kHalted = 75;
 constexpr double kPatienceMs = 60'000;
+constexpr double kSoonMs = 20'000;
+constexpr unsigned kSilentMs = 1000;  // FARANDOLE_LIVENESS_TIMEOUT_S of disturbed jobs
 
 double NowMs() {
   const auto now = std::chrono::steady_clock::now().time_since_epoch();
@@ -268,18 +272,20 @@ struct Job {
       usleep(500);
     }
   }
-  /// All of these places have summed up in one generation, which is newer. @return its number.
-  static uint64_t AwaitGeneration(const std::vector<int>& places, uint64_t newer_than) {
+  /// All of these places have summed up in one generation, which is newer.
+  static bool IsTogether(const std::vector<int>& places, uint64_t newer_than) {
     const Place& first = board->places[static_cast<size_t>(places.front())];
-    Await("a generation", [&] {
-      return std::ranges::all_of(places, [&](int at) {
-        const Place& place = board->places[static_cast<size_t>(at)];
-        return place.generation.load() == first.generation.load() &&
-               place.generation.load() > newer_than && place.first_sum_ms.load() > 0 &&
-               place.size.load() == static_cast<int>(places.size());
-      });
+    return std::ranges::all_of(places, [&](int at) {
+      const Place& place = board->places[static_cast<size_t>(at)];
+      return place.generation.load() == first.generation.load() &&
+             place.generation.load() > newer_than && place.first_sum_ms.load() > 0 &&
+             place.size.load() == static_cast<int>(places.size());
     });
-    return first.generation.load();
+  }
+  /// @return its number.
+  static uint64_t AwaitGeneration(const std::vector<int>& places, uint64_t newer_than) {
+    Await("a generation", [&] { return IsTogether(places, newer_than); });
+    return board->places[static_cast<size_t>(places.front())].generation.load();
   }
   int PlaceOf(int rank) const {
     for (int at = 0; at < kRanks; ++at) {
@@ -288,6 +294,12 @@ struct Job {
     return 0;
   }
   void Kill(int at, int signal) const { (void)kill(processes[static_cast<size_t>(at)], signal); }
+  /// Its exit code if it has ended, else -1.
+  int Ended(int at) const {
+    int status = 0;
+    if (waitpid(processes[static_cast<size_t>(at)], &status, WNOHANG) <= 0) return -1;
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+  }
   int Reap(int at) const {
     int status = 0;
     (void)waitpid(processes[static_cast<size_t>(at)], &status, 0);
@@ -340,6 +352,78 @@ double Lose(Job& job, Loss loss, int rank, int spared, uint64_t& generation) {
   return took_ms;
 }
 
+/// Kills and stops one to three processes, and starts new ones, within some tens of ms; never one
+/// of them. @return ms until the others have gone on; or, where those that were stopped may be
+/// needed for that, until all have once these run again.
+double Disturb(Job& job, std::mt19937& random, uint64_t& generation) {
+  const auto draw = [&](unsigned below) { return static_cast<int>(random() % below); };
+  const int spared = draw(kRanks);
+  std::array<char, kRanks> state = {'.', '.', '.', '.'};  // killed, stopped, new
+  std::string what;
+  for (int left = 1 + draw(3); left > 0; --left) {
+    const int at = (spared + 1 + draw(kRanks - 1)) % kRanks;
+    char& one = state.at(static_cast<size_t>(at));
+    if (one == 's') continue;
+    if (one == 'k') {
+      job.Begin(at, true);
+      one = 'n';
+    } else {
+      one = one == '.' && draw(10) < 3 ? 's' : 'k';
+      job.Kill(at, one == 's' ? SIGSTOP : SIGKILL);
+      if (one == 'k') (void)job.Reap(at);
+    }
+    what += std::string(" ") + one + std::to_string(at);
+    usleep(static_cast<unsigned>(draw(3) == 0 ? 0 : draw(60)) * 1000);
+  }
+  double from_ms = NowMs();
+  std::printf("%s, spared %d, generation %llu\n", what.c_str(), spared,
+              static_cast<unsigned long long>(generation));
+  const auto others = std::ranges::count(state, 's');
+  const bool goes_on = others == 0 || (others == 1 && std::ranges::count(state, '.') == kRanks - 1);
+  std::vector<int> left;
+  for (int at = 0; at < kRanks; ++at) {
+    const char one = state.at(static_cast<size_t>(at));
+    if (one == '.' || one == 'n' || (one == 's' && !goes_on)) left.push_back(at);
+  }
+  if (!goes_on) {
+    usleep(kSilentMs * 1500);
+    for (const int at : left) job.Kill(at, SIGCONT);
+    from_ms = NowMs();
+  }
+  const uint64_t before = generation;
+  Job::Await("a disturbed job goes on", [&] {
+    std::erase_if(left, [&](int at) {
+      const int code = job.Ended(at);
+      if (code < 0) return false;
+      if (code != kHalted || others == 0) {  // of halves that meet again either may be left out
+        std::fprintf(stderr, "%d has ended with code %d\n", at, code);
+        std::exit(1);
+      }
+      state.at(static_cast<size_t>(at)) = 'k';
+      return true;
+    });
+    return Job::IsTogether(left, before);
+  });
+  const double took_ms = NowMs() - from_ms;
+  Require(took_ms < kSoonMs, "they go on soon");
+  for (int at = 0; at < kRanks; ++at) {
+    if (state.at(static_cast<size_t>(at)) == 's') job.Kill(at, SIGCONT);
+    if (state.at(static_cast<size_t>(at)) == 'k') job.Begin(at, true);
+  }
+  // Who was stopped for long has been left out, or will be.
+  const double settled_ms = NowMs() + (others > 0 ? kSilentMs * 1.5 : 0);
+  Job::Await("all are back", [&] {
+    for (int at = 0; at < kRanks; ++at) {
+      if (others == 0 || job.Ended(at) != kHalted) continue;
+      state.at(static_cast<size_t>(at)) = 'k';
+      job.Begin(at, true);
+    }
+    return NowMs() > settled_ms && Job::IsTogether({0, 1, 2, 3}, before);
+  });
+  generation = Job::AwaitGeneration({0, 1, 2, 3}, before);
+  return took_ms;
+}
+
 void Print(const char* name, std::vector<double> took_ms) {
   if (took_ms.empty()) return;
   std::sort(took_ms.begin(), took_ms.end());
@@ -348,7 +432,7 @@ void Print(const char* name, std::vector<double> took_ms) {
               took_ms.back());
 }
 
-int Run(int count) {
+int Run(int count, int disturbances, unsigned seed) {
   Job job;
   for (int at = 0; at < kRanks; ++at) job.Begin(at, false);
   uint64_t generation = Job::AwaitGeneration({0, 1, 2, 3}, 0);
@@ -374,6 +458,11 @@ int Run(int count) {
     failures += after[1] > before[1] || after[2] > before[2] ||
                 (count >= kWarm && after[0] > before[0] + kMostGrown);
   }
+  std::mt19937 random(seed);
+  std::vector<double> disturbed_ms;
+  if (disturbances > 0) std::printf("seed %u\n", seed);
+  for (int n = 0; n < disturbances; ++n) disturbed_ms.push_back(Disturb(job, random, generation));
+  Print("disturbed", disturbed_ms);
   for (Place& place : board->places) place.leaves.store(true);
   for (int at = 0; at < kRanks; ++at) failures += job.Reap(at) != 0;
   return failures == 0 ? 0 : 1;
@@ -384,6 +473,12 @@ int Run(int count) {
 int main(int argc, char** argv) {
   const char* const asked = argc > 1 ? argv[1] : std::getenv("FARANDOLE_TEST_GENERATIONS");
   const int count = asked != nullptr ? std::atoi(asked) : 10;
+  const int disturbances = argc > 2 ? std::atoi(argv[2]) : 0;
+  const auto seed = argc > 3 ? static_cast<unsigned>(std::atol(argv[3])) : std::random_device{}();
+  if (disturbances > 0) {
+    setvbuf(stdout, nullptr, _IOLBF, 0);
+    (void)setenv("FARANDOLE_LIVENESS_TIMEOUT_S", "1", 1);
+  }
   char name[] = "/tmp/farandole_generations_XXXXXX";
   if (mkdtemp(name) == nullptr) return 1;
   folder = name;
@@ -395,7 +490,7 @@ int main(int argc, char** argv) {
       mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) return 1;
   board = new (memory) Board();
-  const int code = Run(count);
+  const int code = Run(count, disturbances, seed);
   std::filesystem::remove_all(name);
   return code;
 }

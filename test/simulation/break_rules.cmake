@@ -236,10 +236,34 @@ break_rule(kWaitForLeader membership.cc
 [=[  if (leader && leader->id == reported_to_ && is_overdue && !Broken(kWaitForLeader)) {
 ]=])
 break_rule(kWaitForEver membership.cc
-[=[  if (IsGathering() && now_ns_ - hope_ns_ >= options_.halt_ns) HaltAsMinority();
+[=[  if (IsGathering() && (now_ns_ - hope_ns_ >= options_.halt_ns || IsHopeless())) HaltAsMinority();
 ]=]
 [=[  if (Broken(kWaitForEver)) return;
-  if (IsGathering() && now_ns_ - hope_ns_ >= options_.halt_ns) HaltAsMinority();
+  if (IsGathering() && (now_ns_ - hope_ns_ >= options_.halt_ns || IsHopeless())) HaltAsMinority();
+]=])
+break_rule(kPingNobody membership.cc
+[=[  const std::vector<Member> watched = Watched();
+]=]
+[=[  const std::vector<Member> watched = Broken(kPingNobody) ? std::vector<Member>() : Watched();
+]=])
+break_rule(kLetJoinsWait membership.cc
+[=[  const GenerationNumber& joining = message.proposal.generation;
+]=]
+[=[  if (Broken(kLetJoinsWait)) return;
+  const GenerationNumber& joining = message.proposal.generation;
+]=])
+break_rule(kAwaitSilentLeader membership.cc
+[=[  if (phase_ == Phase::kJoining && Find(joining_, to.id) != nullptr) GiveUpJoin();
+]=]
+[=[  const bool is_mine = proposal_.proposal.generation == joining_.generation;
+  if (phase_ == Phase::kJoining && Find(joining_, to.id) != nullptr &&
+      (is_mine || !Broken(kAwaitSilentLeader)))
+    GiveUpJoin();
+]=])
+break_rule(kGiveNoVotes membership.cc
+[=[  return gives_votes || !askers().empty();
+]=]
+[=[  return (gives_votes && !Broken(kGiveNoVotes)) || !askers().empty();
 ]=])
 
 file(WRITE "${COPY}" "// Made of ${source_name} by test/simulation/break_rules.cmake.\n"

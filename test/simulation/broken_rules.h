@@ -40,6 +40,10 @@ enum BrokenRule : uint32_t {
   kVoteAtOnce = 1u << 19,           ///< Newcomers vote before a list has started.
   kWaitForLeader = 1u << 20,        ///< Report for ever to a leader whom others don't reach.
   kWaitForEver = 1u << 21,          ///< A minority does not halt.
+  kPingNobody = 1u << 22,           ///< Ends that no engine sees stay unknown.
+  kLetJoinsWait = 1u << 23,         ///< Do not tell a process in a join that others have gone on.
+  kAwaitSilentLeader = 1u << 24,    ///< Join a list whose leader cannot be reached.
+  kGiveNoVotes = 1u << 25,          ///< No new generation once all that were left out have ended.
 };
 
 inline BrokenRule broken_rule = kNoRule;  // in force for all ranks of the process

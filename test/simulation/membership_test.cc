@@ -97,16 +97,76 @@ TEST(Membership, HaltsAsAMinorityAndSaysHowMany) {
   machine.Tick(1);
   machine.Ended({}, {1, 2});
   machine.TakeActions();
-  machine.Tick(20'000'000'000);
+  for (int64_t s = 1; s <= 11; ++s) machine.Tick(s * 1'000'000'000);
   const auto halt = Last(machine, MembershipAction::Kind::kHalt);
   ASSERT_TRUE(halt);
   EXPECT_EQ(halt->text, "1 of 3 ranks is left, and the other 2 may go on without it");
 }
 
+TEST(Membership, HaltsAtOnceIfNobodyWithAVoteIsLeft) {
+  MemberList list = List({1, 2, 3});
+  list.without_vote = {3};
+  Membership machine({.self = {3, "a:3", "a"}}, list);
+  machine.Tick(1);
+  machine.Ended({1, 2});
+  const auto halt = Last(machine, MembershipAction::Kind::kHalt);
+  ASSERT_TRUE(halt);
+  EXPECT_EQ(halt->text,
+            "1 of 3 ranks is left, 2 ended, and no rank that is left has a vote in who goes on");
+}
+
+// Else they would be let in without one for ever, as the job asks for no other generation.
+TEST(Membership, GivesVotesOnceThoseLeftOutHaveEnded) {
+  MemberList list = List({1, 2});
+  list.without_vote = {2};
+  list.left_out = {{3, {3, "a:3", "a"}}};
+  Membership machine({.self = {1, "a:1", "a"}}, list);
+  machine.Tick(1);
+  const auto ping = Last(machine, MembershipAction::Kind::kSend);
+  ASSERT_TRUE(ping);
+  EXPECT_EQ(ping->to.id, MemberId{3});
+  EXPECT_FALSE(machine.IsChangeDue());
+  machine.Died({3});
+  EXPECT_TRUE(machine.IsChangeDue());
+}
+
+TEST(Membership, WaitsAnewForOthersIfItWasStoppedItself) {
+  Membership machine({.self = {1, "a:1", "a"}}, List({1, 2, 3}));
+  machine.Tick(1);
+  machine.Ended({3});
+  machine.Tick(20'000'000'000);
+  EXPECT_FALSE(machine.has_halted());
+  machine.Received({.kind = MembershipMessage::Kind::kReport,
+                    .sender = {2, "a:2", "a"},
+                    .started = List({1, 2, 3}),
+                    .accepted = {1, 0}});
+  EXPECT_TRUE(Last(machine, MembershipAction::Kind::kOpen));
+}
+
+TEST(Membership, RefusesAProposalThatRestsOnAnOldReport) {
+  Membership machine({.self = {2, "a:2", "a"}}, List({1, 2}));
+  machine.Tick(1);
+  machine.Ended();
+  MembershipMessage proposal = {.kind = MembershipMessage::Kind::kProposal,
+                                .sender = {1, "a:1", "a"},
+                                .started = List({1, 2}),
+                                .accepted = {2, 1},
+                                .proposal = List({1, 2}),
+                                .reported = {{1, {1, 0}}, {2, {}}}};
+  proposal.proposal.generation = {2, 1};
+  machine.Received(proposal);
+  auto answer = Last(machine, MembershipAction::Kind::kSend);
+  ASSERT_TRUE(answer);
+  EXPECT_EQ(answer->message.kind, MembershipMessage::Kind::kRefusal);
+  proposal.reported[2] = {1, 0};
+  machine.Received(proposal);
+  EXPECT_TRUE(Last(machine, MembershipAction::Kind::kJoin));
+}
+
 MembershipMessage Sample() {
   MemberList list = List({1, 2, 3});
   list.root = "b:7";
-  list.left_out = {9};
+  list.left_out = {{9, {9, "a:9", "a"}}};
   list.newcomers = {3};
   list.without_vote = {2};
   return {.kind = MembershipMessage::Kind::kProposal,

@@ -11,6 +11,8 @@ using Action = MembershipAction::Kind;
 constexpr int64_t kSecond = 1'000'000'000;
 /// Faults are over for so long when a halt is surprising, and everything is settled.
 constexpr int64_t kCalmNs = 8 * kSecond, kSettledNs = 90 * kSecond;
+/// As of jobs whose ranks may compute for long: no wait shall depend on it.
+constexpr int64_t kJoinNs = 300 * kSecond;
 
 }  // namespace
 
@@ -32,7 +34,8 @@ MembershipWorld::MembershipWorld(uint64_t seed, MembershipTotals& totals, bool p
   generation.has_state = true;
   generation.state = 0;
   for (int i = 0; i < count; ++i) {
-    const MembershipOptions options = {.self = process(i).self, .seed = random_.Next()};
+    const MembershipOptions options = {
+        .self = process(i).self, .seed = random_.Next(), .join_ns = kJoinNs};
     process(i).machine = std::make_unique<Membership>(options, first);
     process(i).engine = first.generation;
     process(i).state = 0;
@@ -108,6 +111,13 @@ bool MembershipWorld::AreConnected(const MemberList& list) {
   });
 }
 
+/// By the kernel of its host, of which others ask whether anybody listens there.
+bool MembershipWorld::SeesEnd(int from, int of) {
+  const Process& one = process(of);
+  const bool is_cut = cut_.contains({from, of}) || cut_.contains({of, from});
+  return one.is_dead && !is_cut && (!one.is_silent || process(from).self.host == one.self.host);
+}
+
 void MembershipWorld::On(int index, int64_t delay_ns, std::function<void()> what) {
   At(now_ + delay_ns, [this, index, what = std::move(what)] {
     Process& one = process(index);
@@ -156,7 +166,15 @@ void MembershipWorld::Do(int index, MembershipAction& action) {
       }
       return;
     case Action::kHalt:
-      return CheckHalt(index, action.text);
+      CheckHalt(index, action.text);
+      one.has_halted = true;
+      for (const Member& other : one.machine->Others()) {
+        const int to = IndexOf(other);
+        const std::set<MemberId> left = {one.self.id};
+        if (cut_.contains({index, to}) || process(to).machine == nullptr) continue;
+        On(to, Ms(0, 20), [this, to, left] { process(to).machine->Died(left); });
+      }
+      return End(index, true);
   }
 }
 
@@ -173,14 +191,17 @@ void MembershipWorld::Send(int from, const Member& to, const MembershipMessage& 
   const bool is_lost = random_.Percent(lost_percent_);
   const bool is_taken =
       Reaches(from, target) || (process(target).is_stopped && random_.Percent(50));
-  const int64_t delay_ns = random_.Percent(slow_percent_) ? Ms(0, slow_percent_ * 40) : Ms(0, 3);
+  const int64_t delay_ns = random_.Percent(slow_percent_) ? Ms(0, slow_percent_ * 100) : Ms(0, 3);
   if (is_taken && (!is_lost || random_.Percent(50))) {
     On(target, delay_ns, [this, target, message] { process(target).machine->Received(message); });
   }
   if (Reaches(from, target) && !is_lost) return;
   if (is_lost && random_.Percent(20)) return;
-  On(from, process(target).is_dead ? Ms(0, 5) : Ms(0, 1000),
-     [this, from, to] { process(from).machine->Unreachable(to); });
+  const bool is_refused = SeesEnd(from, target) && !is_lost;
+  On(from, is_refused ? Ms(0, 5) : Ms(0, 1000), [this, from, to, is_refused] {
+    if (is_refused && to.id != 0) process(from).machine->Died({to.id});
+    process(from).machine->Unreachable(to);
+  });
 }
 
 // --- Engines
@@ -357,11 +378,12 @@ void MembershipWorld::EndGently(Generation& generation) {
     const int leaver = IndexOf(
         generation.list.members[static_cast<size_t>(random_.Below(static_cast<int>(size)))]);
     process(leaver).is_dead = true;
+    process(leaver).ended_ns = now_;
     generation.inside.erase(leaver);
     gone = {process(leaver).self.id};
     ++totals_.leavers;
     if (prints_) std::printf("%6ld ms: %d leaves\n", long(now_ / 1'000'000), leaver + 1);
-  } else if (process(first).machine->askers().empty()) {
+  } else if (!process(first).machine->IsChangeDue()) {
     return;
   }
   for (const int index : std::set<int>(generation.inside)) {
@@ -386,7 +408,7 @@ void MembershipWorld::AddProcess(bool is_newcomer) {
     addresses.push_back(std::to_string(random_.Below(index)));
   }
   const MembershipOptions options = {
-      .self = processes_.back().self, .seed = random_.Next(), .most = 0};
+      .self = processes_.back().self, .seed = random_.Next(), .join_ns = kJoinNs};
   processes_.back().machine = std::make_unique<Membership>(options, addresses);
   On(index, 0, [] {});
 }
@@ -421,14 +443,21 @@ void MembershipWorld::Strike() {
   }
 }
 
-/// Its own host sees it nearly always, others if its launcher tells them.
 void MembershipWorld::Crash(int index, bool is_seen_everywhere) {
-  Process& one = process(index);
-  if (one.is_dead) return;
+  if (process(index).is_dead) return;
   fault_ns_ = now_;
-  one.is_dead = true;
   ++totals_.crashes;
   if (prints_) std::printf("%6ld ms: %d crashes\n", long(now_ / 1'000'000), index + 1);
+  End(index, is_seen_everywhere);
+}
+
+/// Its own host sees it nearly always, others if its launcher tells them, or its host still
+/// answers.
+void MembershipWorld::End(int index, bool is_seen_everywhere) {
+  Process& one = process(index);
+  one.is_dead = true;
+  one.is_silent = !is_seen_everywhere;
+  one.ended_ns = now_;
   const std::set<MemberId> dead = {one.self.id};
   for (int other = 0; other < static_cast<int>(processes_.size()); ++other) {
     const bool is_here = process(other).self.host == one.self.host;
@@ -518,7 +547,6 @@ void MembershipWorld::CheckHalt(int index, const std::string& text) {
     return connected.contains(static_cast<MemberId>(link.first) + 1) &&
            connected.contains(static_cast<MemberId>(link.second) + 1);
   });
-  one.has_halted = true;
   if (now_ - fault_ns_ < kCalmNs || !is_clique) return;
   const MemberList& last = generations_[*computing_].list;
   std::set<MemberId> voters = connected;  // in all lists that the connected ones know of
@@ -527,7 +555,7 @@ void MembershipWorld::CheckHalt(int index, const std::string& text) {
     const auto lives = [&](int at) { return !process(at).is_dead; };
     const bool is_known = number > last.generation && std::ranges::any_of(generation.begun, lives);
     if (number != last.generation && !is_known) continue;
-    int count = 0, present = 0;
+    int count = 0, present = 0, lost = 0;
     std::set<MemberId> both;
     for (const Member& member : list.members) {
       const bool is_new = number != last.generation && !generation.has_started &&
@@ -535,9 +563,11 @@ void MembershipWorld::CheckHalt(int index, const std::string& text) {
       if (is_new || list.without_vote.contains(member.id)) continue;
       ++count;
       present += connected.contains(member.id) ? 1 : 0;
+      const int at = IndexOf(member);
+      lost += SeesEnd(index, at) && now_ - process(at).ended_ns > kCalmNs ? 1 : 0;
       if (voters.contains(member.id)) both.insert(member.id);
     }
-    if (2 * present <= count) return;
+    if (2 * present <= count && (present == 0 || present + lost < count)) return;
     voters = both;
   }
   // Leaders whose answers don't arrive take long; TCP has no such connections.
@@ -560,6 +590,10 @@ bool MembershipWorld::IsSettled() {
     if (one.engine != *computing_) return false;
   }
   const bool is_whole = last.inside.size() == last.list.members.size();
+  const int first = IndexOf(last.list.members.front());
+  const bool gets_votes = std::ranges::all_of(
+      last.list.left_out, [&](const auto& one) { return SeesEnd(first, IndexOf(one.second)); });
+  if (went_on_ && gets_votes && !last.list.without_vote.empty()) return false;
   return !went_on_ || (is_whole && now_ - last.progress_ns < kSecond && cut_.empty());
 }
 

@@ -58,8 +58,10 @@ inline constexpr std::pair<const char*, int64_t MembershipTotals::*> kMembership
 /// Rules that it checks:
 /// 1. Once another generation has computed, a generation computes nothing more. The next one has
 ///    all its steps but the last, unless all of its voters are dead.
-/// 2. Nobody halts for want of others while a quorum has been connected for long.
-/// 3. After the faults every process halts, or is in the one generation that computes.
+/// 2. Nobody halts for want of others while a quorum has been connected for long, or all others
+///    have ended long ago.
+/// 3. After the faults every process halts, or is in the one generation that computes; and has a
+///    vote in it once all that were left out have ended.
 class MembershipWorld {
  public:
   MembershipWorld(uint64_t seed, MembershipTotals& totals, bool prints = false);
@@ -70,7 +72,9 @@ class MembershipWorld {
   struct Process {
     Member self;
     std::unique_ptr<Membership> machine;
-    bool is_dead = false;  // or has left
+    bool is_dead = false;    // or has left, or has halted
+    bool is_silent = false;  // then: others but those of its host never learn of its end
+    int64_t ended_ns = 0;
     bool is_stopped = false;
     bool goes_on = false;  // after a while, if it is stopped
     bool has_halted = false;
@@ -127,6 +131,7 @@ class MembershipWorld {
   void AddProcess(bool is_newcomer);
   void Strike();
   void Crash(int process, bool is_seen_everywhere);
+  void End(int process, bool is_seen_everywhere);
   void Stop(int process);
   void Cut();
   void Heal();
@@ -138,6 +143,7 @@ class MembershipWorld {
   bool CanAct(int index);
   bool Reaches(int from, int to);
   bool AreConnected(const MemberList& list);
+  bool SeesEnd(int from, int of);
   std::string Describe(const MemberList& list) const;
 
   const uint64_t seed_;
