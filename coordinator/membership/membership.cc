@@ -405,9 +405,10 @@ void Membership::OnReportWhileJoining(const MembershipMessage& message) {
   if (message.accepted >= joining_.generation) {  // it has failed there
     reports_[sender] = message;
     GiveUpJoin();
-  } else if (proposal_.proposal.generation == joining_.generation &&
-             proposal_.reported.at(sender) == message.accepted) {  // it has not heard of it
-    Send(message.sender, proposal_);
+  } else if (proposal_.proposal.generation == joining_.generation) {
+    const GenerationNumber& reported = proposal_.reported.at(sender);
+    if (reported == message.accepted) Send(message.sender, proposal_);  // it has not heard of it
+    if (reported < message.accepted) GiveUpJoin();                      // and it will not accept it
   }
 }
 
@@ -486,7 +487,7 @@ void Membership::OnPing(const MembershipMessage& message) {
   if (joining.number == 0) {
     if (!is_in && message.accepted < started_.generation) Send(message.sender, Say(Kind::kGoneOn));
   } else if (IsGathering()) {
-    if (joining == accepted_) Send(message.sender, Say(Kind::kReport));  // it has failed here
+    Send(message.sender, Say(Kind::kReport));  // it has failed here, or the proposal has not come
   } else if (joining != accepted_) {
     Refuse(message);
   }
