@@ -143,7 +143,7 @@ def environment(tree: Tree) -> Iterator[str]:
 
 
 def threads(tree: Tree) -> Iterator[str]:
-    """Threads are started by engine, launch queue, timeline, flight recorder, hub of sockets, bootstrap, members, Job."""
+    """Threads are started by engine, launch queue, timeline, flight recorder, sockets, bootstrap, members, Job."""
     start = re.compile(r"\bstd::(?:jthread|async)\b|\bstd::thread\b(?!::)|\bpthread_create\b")
     for path, number, line in lines_of(tree):
         if folder(path) in ("examples", "test"):

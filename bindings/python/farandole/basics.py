@@ -708,8 +708,7 @@ def tell_launcher(report: str) -> None:
 
 
 def _make_report(text: str, is_consequence: bool, facts: Mapping[str, Any]) -> str:
-    report = {"text": text, "is_consequence": is_consequence, "facts": dict(facts)}
-    return json.dumps(report, default=str)
+    return json.dumps({"text": text, "is_consequence": is_consequence, "facts": dict(facts)}, default=str)
 
 
 def describe_failure(error: BaseException, text: str = "") -> str:
@@ -784,8 +783,7 @@ os.register_at_fork(after_in_child=_become_inert)
 def _leave_at_exit() -> None:
     _forget_handled_errors()
     if exceptions.latest and _is_consequence(*exceptions.latest):
-        # Where the program caught it, and ends with a code of its own.
-        _report(_make_report("", True, exceptions.latest[1]))
+        _report(_make_report("", True, exceptions.latest[1]))  # the program caught it, and has a code of its own
     try:
         _close(at_exit=True)
     except HorovodInternalError as error:
