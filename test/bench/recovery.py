@@ -6,8 +6,8 @@
 Four ranks of this host train one network. farandolerun --elastic: a random rank is killed, told to leave (SIGTERM), or
 stopped (SIGSTOP), and the launcher starts another. "the next step" is from that to the first step that all others have
 applied without it; "a newcomer joins" from the last step without it to the first with it, on all; a newcomer's own time
-begins with its process. torchrun --max-restarts: a random rank is killed, all begin again from a checkpoint of every 10
-steps. For many generations ranks are forked by a process that has imported torch. Times are in ms.
+begins with its process. torchrun --max-restarts, the same script: a random rank is killed, all begin again from the
+last checkpoint. For many generations ranks are forked by a process that has imported torch. Times are in ms.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
-from typing import Any
 
 RANKS, SLOTS, BATCH = 4, 8, 16
 LIMIT_S = 300.0
@@ -86,7 +85,7 @@ class Notes:
         raise TimeoutError(f"no step of {ranks} ranks after generation {self.generation} within {LIMIT_S:g} s")
 
 
-def train(kind: str, folder: pathlib.Path) -> None:
+def train(folder: pathlib.Path) -> None:
     """A rank."""
     notes = Notes(folder)
     notes.add_start()
@@ -103,19 +102,14 @@ def train(kind: str, folder: pathlib.Path) -> None:
     notes.add("optimizer")
     images, labels = torch.randn(SLOTS * BATCH * 10, 1, 14, 14), torch.randint(0, 10, (SLOTS * BATCH * 10,))
     data = torch.utils.data.TensorDataset(images, labels)
-    (train_job if kind == "job" else train_ddp)(notes, folder, model, optimizer, data)
-
-
-def train_job(notes: Notes, folder: pathlib.Path, model: Any, optimizer: Any, data: Any) -> None:
-    import torch
-
     import farandole
     import farandole.torch as fl
 
     notes.add("farandole")
     job = fl.Job(model, optimizer, data, slots=SLOTS, batch_size=BATCH, checkpoint=folder / "run", checkpoint_steps=50)
     notes.add("init")
-    optimizer.register_step_post_hook(lambda *_: notes.add("step", farandole.generation()))
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    optimizer.register_step_post_hook(lambda *_: notes.add("step", farandole.generation() + restarts))
     is_first = True
 
     @job.step
@@ -134,32 +128,6 @@ def train_job(notes: Notes, folder: pathlib.Path, model: Any, optimizer: Any, da
         pass
 
 
-def train_ddp(notes: Notes, folder: pathlib.Path, model: Any, optimizer: Any, data: Any) -> None:
-    import torch
-
-    torch.distributed.init_process_group("gloo")
-    rank, step, generation = torch.distributed.get_rank(), 0, 1 + int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    if (folder / "checkpoint").exists():
-        saved = torch.load(folder / "checkpoint")
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        step = saved["step"]
-    ddp = torch.nn.parallel.DistributedDataParallel(model)
-    optimizer.register_step_post_hook(lambda *_: notes.add("step", generation))
-    sampler = torch.utils.data.DistributedSampler(data)
-    batches = torch.utils.data.DataLoader(data, SLOTS * BATCH // RANKS, sampler=sampler)
-    while not (folder / "stop").exists():
-        for images, labels in batches:
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(ddp(images), labels).backward()
-            optimizer.step()
-            step += 1
-            if rank == 0 and step % 10 == 0:
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-                torch.save(state, folder / "checkpoint.new")
-                os.replace(folder / "checkpoint.new", folder / "checkpoint")
-
-
 Times = collections.defaultdict[str, list[float]]
 
 
@@ -167,7 +135,7 @@ def measure_job(folder: pathlib.Path, events: int, times: Times) -> None:
     """Disturbs a training under farandolerun."""
     notes, draw = Notes(folder), random.Random(1)
     words = ["-m", "farandole.runner", "-np", str(RANKS), "--elastic", "--blacklist-cooldown-range", "1", "1"]
-    with running(folder, [*words, sys.executable, __file__, "--train", "job", "--folder", str(folder)]):
+    with running(folder, [*words, sys.executable, __file__, "--train", "--folder", str(folder)]):
         ranks = notes.steps()
         for kind in draw.sample([*ENDS] * events, events * len(ENDS)):
             time.sleep(draw.uniform(0.3, 1))
@@ -192,10 +160,10 @@ def note_newcomer(when: dict[str, float], times: Times) -> None:
 
 
 def measure_torchrun(folder: pathlib.Path, events: int, times: Times) -> None:
-    """The same network and data; a restart that fails is repeated, as a rank may find a port taken."""
+    """The same script; each time all ranks begin again from the last checkpoint."""
     notes, draw = Notes(folder), random.Random(1)
-    words = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--max-restarts", str(3 * events)]
-    with running(folder, [*words, "--standalone", __file__, "--train", "ddp", "--folder", str(folder)]):
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--max-restarts", str(events)]
+    with running(folder, [*words, "--standalone", __file__, "--train", "--folder", str(folder)]):
         ranks = notes.steps()
         for _ in range(events):
             time.sleep(draw.uniform(0.3, 1))
@@ -246,7 +214,7 @@ def measure_generations(folder: pathlib.Path, count: int) -> None:
         if (pid := os.fork()) == 0:
             os.environ.update(variables)
             try:
-                train("job", folder)
+                train(folder)
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
@@ -279,11 +247,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--events", type=int, default=20)
     parser.add_argument("--generations", type=int, default=0, help="instead: so many, of which the use is shown")
-    parser.add_argument("--train", choices=["job", "ddp"], help=argparse.SUPPRESS)
+    parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.train:
-        return train(given.train, given.folder)
+        return train(given.folder)
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
         print(f"load {os.getloadavg()}, {os.cpu_count()} cores", flush=True)
         if given.generations:
