@@ -3,7 +3,6 @@
 #include "coordinator/membership/membership.h"
 
 #include <algorithm>
-#include <ranges>
 #include <utility>
 
 namespace farandole {
@@ -265,8 +264,9 @@ std::vector<Member> Membership::Others() const {
   add(started_);
   for (const MemberList& list : pending_) add(list);
   others.erase(options_.self.id);
-  const auto all = std::views::values(others);
-  return {all.begin(), all.end()};
+  std::vector<Member> all;
+  for (const auto& [id, member] : others) all.push_back(member);
+  return all;
 }
 
 // --- What is known
