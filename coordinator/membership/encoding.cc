@@ -34,6 +34,11 @@ void Write(const MemberList& list, wire::MemberList& out) {
   for (const auto& [id, member] : list.left_out) Write(member, *out.add_left_out());
   Write(list.newcomers, *out.mutable_newcomers());
   Write(list.without_vote, *out.mutable_without_vote());
+  for (const auto& [id, accepted] : list.rests_on) {
+    wire::Reported& reported = *out.add_rests_on();
+    reported.set_id(id);
+    Write(accepted, *reported.mutable_accepted());
+  }
 }
 
 GenerationNumber Read(const wire::Generation& in) { return {in.number(), in.proposer()}; }
@@ -69,6 +74,9 @@ class Reader {
     }
     list.newcomers = Read(in.newcomers());
     list.without_vote = Read(in.without_vote());
+    for (const wire::Reported& reported : in.rests_on()) {
+      list.rests_on[reported.id()] = Read(reported.accepted());
+    }
     return list;
   }
 
@@ -94,11 +102,6 @@ std::string EncodeMembership(const MembershipMessage& message) {
   Write(message.dead, *out.mutable_dead());
   Write(message.suspects, *out.mutable_suspects());
   Write(message.proposal, *out.mutable_proposal());
-  for (const auto& [id, accepted] : message.reported) {
-    wire::Reported& reported = *out.add_reported();
-    reported.set_id(id);
-    Write(accepted, *reported.mutable_accepted());
-  }
   return out.SerializeAsString();
 }
 
@@ -127,9 +130,6 @@ Result<MembershipMessage> DecodeMembership(std::span<const std::byte> bytes) {
                                .proposal = reader.ReadList(in.proposal(), "proposal")};
   for (const wire::MemberList& list : in.pending()) {
     message.pending.push_back(reader.ReadList(list, "pending"));
-  }
-  for (const wire::Reported& reported : in.reported()) {
-    message.reported[reported.id()] = Read(reported.accepted());
   }
   if (!reader.status().ok()) return reader.status();
   return message;

@@ -406,7 +406,7 @@ void Membership::OnReportWhileJoining(const MembershipMessage& message) {
     reports_[sender] = message;
     GiveUpJoin();
   } else if (proposal_.proposal.generation == joining_.generation) {
-    const GenerationNumber& reported = proposal_.reported.at(sender);
+    const GenerationNumber& reported = proposal_.proposal.rests_on.at(sender);
     if (reported == message.accepted) Send(message.sender, proposal_);  // it has not heard of it
     if (reported < message.accepted) GiveUpJoin();                      // and it will not accept it
   }
@@ -432,8 +432,9 @@ void Membership::OnReportWhileGathering(const MembershipMessage& message) {
 void Membership::OnProposal(const MembershipMessage& message) {
   const GenerationNumber& generation = message.proposal.generation;
   if (Find(message.proposal, options_.self.id) == nullptr || generation == accepted_) return;
-  const auto reported = message.reported.find(options_.self.id);
-  const bool is_current = reported != message.reported.end() && reported->second == accepted_;
+  const auto reported = message.proposal.rests_on.find(options_.self.id);
+  const bool is_current =
+      reported != message.proposal.rests_on.end() && reported->second == accepted_;
   const bool is_alive = std::ranges::none_of(
       message.proposal.members, [&](const Member& member) { return dead_.contains(member.id); });
   if (!is_alive) return Refuse(message);
@@ -613,19 +614,23 @@ const MembershipMessage& Membership::MessageOf(MemberId id) const {
       ->message;
 }
 
-/// One of its members has accepted a newer one and not this one, and will not any more.
+/// One of its members has accepted another one since it reported, and not this one: it will not any
+/// more.
 bool Membership::CannotStart(const MemberList& list) const {
-  const auto refuses = [&](const GenerationNumber& accepted,
+  const auto refuses = [&](MemberId id, const GenerationNumber& accepted,
                            const std::vector<MemberList>& pending) {
+    const auto reported = list.rests_on.find(id);
+    const bool is_outdated = reported != list.rests_on.end() && accepted > reported->second;
     // Of lists that are alike it has kept the newest.
-    return accepted > list.generation && std::ranges::none_of(pending, [&](const MemberList& own) {
+    return is_outdated && std::ranges::none_of(pending, [&](const MemberList& own) {
              return own.generation == list.generation || IsAlike(own, list);
            });
   };
   return std::ranges::any_of(list.members, [&](const Member& member) {
-    if (member.id == options_.self.id) return refuses(accepted_, pending_);
+    if (member.id == options_.self.id) return refuses(member.id, accepted_, pending_);
     const auto report = reports_.find(member.id);
-    return report != reports_.end() && refuses(report->second.accepted, report->second.pending);
+    return report != reports_.end() &&
+           refuses(member.id, report->second.accepted, report->second.pending);
   });
 }
 
@@ -815,7 +820,7 @@ void Membership::Propose(const std::string& root) {
   message.has_computed = basis.has_computed;
   for (const Member& member : next->members) {
     const bool is_self = member.id == options_.self.id;
-    message.reported[member.id] = is_self ? accepted_ : MessageOf(member.id).accepted;
+    next->rests_on[member.id] = is_self ? accepted_ : MessageOf(member.id).accepted;
   }
   message.proposal = *std::move(next);
   proposal_ = message;

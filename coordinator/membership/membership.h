@@ -39,6 +39,9 @@ struct MemberList {
   std::set<MemberId> newcomers = {};
   /// Members that came while somebody was left out: they don't count at all.
   std::set<MemberId> without_vote = {};
+  /// What each member had accepted when it reported to who proposed this. A member that has
+  /// accepted something since then refuses, for good.
+  std::map<MemberId, GenerationNumber> rests_on = {};
   bool operator==(const MemberList&) const = default;
 };
 
@@ -62,9 +65,6 @@ struct MembershipMessage {
   std::set<MemberId> suspects = {};  ///< Whom the sender cannot reach.
   MemberList proposal = {};          ///< kProposal; in a kRefusal its generation alone, in a kPing
                                      ///< that of the list that the sender joins.
-  /// kProposal: what each of its members had accepted when it reported. A member that has accepted
-  /// something since then refuses.
-  std::map<MemberId, GenerationNumber> reported = {};
   bool operator==(const MembershipMessage&) const = default;
 };
 

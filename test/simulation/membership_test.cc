@@ -151,14 +151,14 @@ TEST(Membership, RefusesAProposalThatRestsOnAnOldReport) {
                                 .sender = {1, "a:1", "a"},
                                 .started = List({1, 2}),
                                 .accepted = {2, 1},
-                                .proposal = List({1, 2}),
-                                .reported = {{1, {1, 0}}, {2, {}}}};
+                                .proposal = List({1, 2})};
   proposal.proposal.generation = {2, 1};
+  proposal.proposal.rests_on = {{1, {1, 0}}, {2, {}}};
   machine.Received(proposal);
   auto answer = Last(machine, MembershipAction::Kind::kSend);
   ASSERT_TRUE(answer);
   EXPECT_EQ(answer->message.kind, MembershipMessage::Kind::kRefusal);
-  proposal.reported[2] = {1, 0};
+  proposal.proposal.rests_on[2] = {1, 0};
   machine.Received(proposal);
   EXPECT_TRUE(Last(machine, MembershipAction::Kind::kJoin));
 }
@@ -169,6 +169,7 @@ MembershipMessage Sample() {
   list.left_out = {{9, {9, "a:9", "a"}}};
   list.newcomers = {3};
   list.without_vote = {2};
+  list.rests_on = {{1, {4, 2}}, {3, {}}};
   return {.kind = MembershipMessage::Kind::kProposal,
           .sender = {1, "a:1", "a"},
           .started = List({1, 2}),
@@ -177,8 +178,7 @@ MembershipMessage Sample() {
           .accepted = {4, 2},
           .dead = {7},
           .suspects = {8},
-          .proposal = list,
-          .reported = {{1, {4, 2}}, {3, {}}}};
+          .proposal = list};
 }
 
 Status Decoded(const std::string& bytes) {

@@ -120,6 +120,10 @@ def test_a_rank_that_dies_ends_its_groups_in_ddp_and_for_messages_and_no_others(
             failing(what, work.wait)
         failing("world", lambda: [dist.all_reduce(value) for _ in iter(int, 1)])
         failing("pair", lambda: dist.all_reduce(value, group=mine))
+        if R in (0, 3):  # whoever is gone before the other one has its sum ends the pair
+            store.set(f"has {R}", "its sum")
+            store.wait(["has 0", "has 3"])
+        store.set("3 goes", "now") if R == 3 else R == 0 and store.wait(["3 goes"])
         tell("end")
         os._exit(0)
     """
