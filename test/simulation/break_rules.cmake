@@ -265,6 +265,12 @@ break_rule(kGiveNoVotes membership.cc
 ]=]
 [=[  return (gives_votes && !Broken(kGiveNoVotes)) || !askers().empty();
 ]=])
+break_rule(kCountOutdated membership.cc
+[=[    const bool is_outdated = reported != list.rests_on.end() && accepted > reported->second;
+]=]
+[=[    const bool is_outdated = reported != list.rests_on.end() && accepted > reported->second &&
+                             (accepted > list.generation || !Broken(kCountOutdated));
+]=])
 
 file(WRITE "${COPY}" "// Made of ${source_name} by test/simulation/break_rules.cmake.\n"
                      "#include \"test/simulation/broken_rules.h\"\n${text}")

@@ -44,6 +44,7 @@ enum BrokenRule : uint32_t {
   kLetJoinsWait = 1u << 23,         ///< Do not tell a process in a join that others have gone on.
   kAwaitSilentLeader = 1u << 24,    ///< Join a list whose leader cannot be reached.
   kGiveNoVotes = 1u << 25,          ///< No new generation once all that were left out have ended.
+  kCountOutdated = 1u << 26,        ///< A list counts though a member will never accept it.
 };
 
 inline BrokenRule broken_rule = kNoRule;  // in force for all ranks of the process

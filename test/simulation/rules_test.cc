@@ -65,6 +65,8 @@ constexpr Needed kNeeded[] = {
     {"EndsThatNoEngineSeesAreLookedFor", kPingNobody, 5502, "halts, although", Recover},
     {"AJoinHearsThatOthersHaveGoneOn", kLetJoinsWait, 922, "somebody still waits", Recover},
     {"AJoinDoesNotAwaitASilentLeader", kAwaitSilentLeader, 5085, "somebody still waits", Recover},
+    {"AListThatRestsOnOutdatedReportsDoesNotCount", kCountOutdated, 7694, "halts, although",
+     Recover},
     {"MembersGetAVoteOnceThoseLeftOutHaveEnded", kGiveNoVotes, 41, "somebody still waits", Recover},
 };
 
