@@ -124,7 +124,8 @@ const std::array kSettings = {
         "the step, the first tensor, and which ranks are alike; 0: of none."},
     Setting{"FARANDOLE_HASH_DIR", &Config::hash_dir, "path", 0, 0, false,
             "Folder where rank 0 writes these hashes, for `farandole verify`: chain.jsonl, of "
-            "further optimizers chain.1.jsonl and so on; empty: no files."},
+            "further optimizers chain.1.jsonl and so on, of those of process set 2 "
+            "chain.set2.0.jsonl; empty: no files."},
     Setting{"FARANDOLE_LOG_LEVEL", &Config::log_level, "", 0, 0, false,
             "Least severe message written to stderr."},
     Setting{

@@ -54,7 +54,7 @@ uint64_t SumOfRow(const std::byte* row) {
 /// words of 64 bits of each row, times an odd number of the row, as a product with an odd number
 /// changes with each bit of its other factor. The multiplier is Knuth's, from the golden ratio.
 int64_t Digest(const void* data, size_t size_bytes) {
-  constexpr uint64_t kMultiplier = 0x9E3779B97F4A7C1;
+  constexpr uint64_t kMultiplier = 0x9E3779B97F4A7C15;
   const auto* from = static_cast<const std::byte*>(data);
   uint64_t digest = 0;
   uint64_t row = 1;
@@ -76,9 +76,9 @@ std::vector<int64_t> Digests(const py::list& arrays) {
     if (!found || found->is_cuda() || !found->is_contiguous)
       throw py::value_error("digests: array " + std::to_string(memory.size()) +
                             " does not lie in host memory, in C order");
-    size_t bytes = size_t{found->dtype.bits} * found->dtype.lanes / 8;
-    for (int32_t i = 0; i < found->ndim; ++i) bytes *= static_cast<size_t>(found->shape[i]);
-    memory.emplace_back(found->data, bytes);
+    size_t bits = size_t{found->dtype.bits} * found->dtype.lanes;
+    for (int32_t i = 0; i < found->ndim; ++i) bits *= static_cast<size_t>(found->shape[i]);
+    memory.emplace_back(found->data, bits / 8);
     read.push_back(std::move(*found));
   }
   std::vector<int64_t> digests(memory.size());

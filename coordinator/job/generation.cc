@@ -162,7 +162,7 @@ Result<bool> Generation::JoinedAsMember(int64_t timeout_ns) {
     assignment_.reset();
     service_->Joined(joined.ok() ? std::optional(Running()) : std::nullopt);
     if (!joined.ok()) continue;
-    FARANDOLE_RETURN_IF_ERROR(BeginTogether());
+    BeginTogether();
     if (until_ns == kNever) return Joined(-1);
     return Joined(std::max<int64_t>(until_ns - SteadyClock().NowNs(), 0));
   }
@@ -170,17 +170,16 @@ Result<bool> Generation::JoinedAsMember(int64_t timeout_ns) {
 
 // The first collective, after which newcomers count. A generation that ends in it has begun, too:
 // the next call says why.
-Status Generation::BeginTogether() {
+void Generation::BeginTogether() {
   const KeyName name = {kGlobalSet, OpKind::kBarrier, "farandole.members"};
   Signature signature;
   signature.kind = OpKind::kBarrier;
   uint32_t version = 0;
   Result<Operation*> barrier = engine_->operations().Prepare(name, signature, &version);
-  if (!barrier.ok()) return barrier.status();
+  if (!barrier.ok()) return;
   const HeldOperation held(barrier.value());
   Result<std::shared_ptr<Work>> work = engine_->Start(*held, {}, {}, {}, true, {}, version);
   if (work.ok()) beginning_ = std::move(work).value();
-  return {};
 }
 
 Result<bool> Generation::HasBegun(int64_t timeout_ns) {
@@ -280,19 +279,19 @@ std::string Generation::members(int rank) const {
   return text;
 }
 
-// A pipe of the launcher's; without its reader, opening it must not block. Python takes the
-// variable away, and tells more than this.
+// A pipe of the launcher's. This process is a reader, too, so that without the launcher neither
+// opening it blocks nor writing is a SIGPIPE. Python takes the variable away, and tells more.
 void Generation::NotifyLauncher() const {
   if (service_ == nullptr) return;
   const Environment environment = ReadEnvironment();
   const std::string* path = Find(environment, "_FARANDOLE_REPORT");
   if (path == nullptr) return;
-  const int pipe = open(path->c_str(), O_WRONLY | O_NONBLOCK | O_CLOEXEC);
+  const int pipe = open(path->c_str(), O_RDWR | O_NONBLOCK | O_CLOEXEC);
   if (pipe < 0) return;
   struct stat about {};
   const std::string report = "{\"member\": \"" + service_->self().address + "\"}\n";
   if (fstat(pipe, &about) == 0 && S_ISFIFO(about.st_mode))
-    (void)!write(pipe, report.data(), report.size());  // without a reader nobody wants it
+    (void)!write(pipe, report.data(), report.size());  // without the launcher nobody wants it
   close(pipe);
 }
 

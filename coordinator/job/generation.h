@@ -113,7 +113,7 @@ class Generation {
   Result<bool> JoinedAsMember(int64_t timeout_ns);
   Result<bool> TakeAssignment(int64_t until_ns);
   Result<bool> JoinedAt(MemberAssignment& assignment, int64_t until_ns);
-  Status BeginTogether();
+  void BeginTogether();
   Result<bool> HasBegun(int64_t timeout_ns);
   Losses FindLosses() const;
   RunningGeneration Running();

@@ -1,5 +1,6 @@
 #include "coordinator/job/member_mail.h"
 
+#include <netinet/in.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -255,6 +256,9 @@ void MemberMail::Connect(Outgoing& outgoing) {
   const int socket =
       ::socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, IPPROTO_TCP);
   const int error = socket < 0 ? errno : 0;
+  const int one = 1;
+  if (address.family() == AF_INET6)  // else the socket does not keep what ICMPv6 says: WhyNot
+    (void)setsockopt(socket, IPPROTO_IPV6, IPV6_RECVERR, &one, sizeof one);
   outgoing.connection = std::make_unique<Connection>(
       socket, Handshake::Connect(party_, {.role = StreamRole::kMember}, party_.rank));
   Connection& connection = *outgoing.connection;

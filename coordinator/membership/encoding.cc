@@ -63,6 +63,11 @@ class Reader {
              std::to_string(kMaxMembers));
       return list;
     }
+    if (in.left_out_size() > kMaxMembers) {
+      Refuse(std::string(field) + " leaves out " + std::to_string(in.left_out_size()) +
+             " members, limit " + std::to_string(kMaxMembers));
+      return list;
+    }
     if (in.root().size() > kMaxAddressBytes) Refuse(std::string(field) + "'s root is too long");
     std::set<MemberId> ids;
     for (const wire::Member& member : in.members()) {

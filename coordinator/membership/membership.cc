@@ -39,13 +39,15 @@ bool IsAlike(const MemberList& a, const MemberList& b) {
          a.without_vote == b.without_vote;
 }
 
-/// Drops lists that are not newer than `started`, and of lists that are alike all but the newest.
+/// Drops lists that are not newer than `started`, and of lists that are alike all but the newest,
+/// which then stands for those too that rested on other reports.
 void Tidy(std::vector<MemberList>& lists, const GenerationNumber& started) {
   std::ranges::sort(lists, {}, &MemberList::generation);
   std::vector<MemberList> kept;
   for (MemberList& list : lists) {
     if (list.generation <= started) continue;
-    std::erase_if(kept, [&](const MemberList& older) { return IsAlike(older, list); });
+    const auto is_older = [&](const MemberList& older) { return IsAlike(older, list); };
+    if (std::erase_if(kept, is_older) > 0) list.rests_on.clear();
     kept.push_back(std::move(list));
   }
   lists = std::move(kept);
@@ -308,9 +310,7 @@ void Membership::Learn(const MembershipMessage& message) {
     // The others of the list that it joins have gone on without it.
     if (phase_ == Phase::kJoining && accepted_ < started.generation) GiveUpJoin();
   } else if (accepted_ < started.generation) {
-    Halt("the job has gone on without this process: its generation " +
-         std::to_string(started.generation.number) + " of " + Ranks(started.members.size()) +
-         " began while the others could not reach it");
+    HaltAsLeftOut(started);
   }
 }
 
@@ -622,7 +622,8 @@ bool Membership::CannotStart(const MemberList& list) const {
     const auto reported = list.rests_on.find(id);
     const bool is_outdated = reported != list.rests_on.end() && accepted > reported->second;
     // Of lists that are alike it has kept the newest.
-    return is_outdated && std::ranges::none_of(pending, [&](const MemberList& own) {
+    return (accepted > list.generation || is_outdated) &&
+           std::ranges::none_of(pending, [&](const MemberList& own) {
              return own.generation == list.generation || IsAlike(own, list);
            });
   };
@@ -648,7 +649,11 @@ Membership::Basis Membership::Collect() const {
     basis.has_computed |= is_same && report.has_computed;
     for (const MemberList& list : report.pending) {
       const auto same = std::ranges::find(basis.pending, list.generation, &MemberList::generation);
-      if (same == basis.pending.end()) basis.pending.push_back(list);
+      if (same == basis.pending.end()) {
+        basis.pending.push_back(list);
+      } else if (same->rests_on != list.rests_on) {  // one of them stands for others
+        same->rests_on.clear();
+      }
     }
   }
   Tidy(basis.pending, basis.started.generation);
@@ -779,7 +784,7 @@ std::optional<MemberList> Membership::MakeList(const Basis& basis,
     return member.id == options_.self.id;  // others are lower in a list that this one leads by
   });
   GroupByHost(next.members);
-  if (!GiveVotes(basis, next)) return std::nullopt;
+  if (Find(next, options_.self.id) == nullptr || !GiveVotes(basis, next)) return std::nullopt;
   return next;
 }
 
@@ -802,6 +807,12 @@ void Membership::TryToLead() {
   if (phase_ == Phase::kOpening) return;
   if (now_ns_ < back_off_ns_) return;
   const Basis basis = Collect();
+  const auto names = [&](const MemberList& list) {
+    return Find(list, options_.self.id) != nullptr;
+  };
+  // What it has accepted since then cannot start.
+  if (!IsNewcomer() && !names(basis.started) && std::ranges::none_of(basis.pending, names))
+    return HaltAsLeftOut(basis.started);
   if (IsAwaiting(basis) || !MakeList(basis)) return;
   hope_ns_ = std::min(now_ns_, ended_ns_ + (kGiveUp - 1) * options_.halt_ns);
   phase_ = Phase::kOpening;
@@ -850,6 +861,12 @@ void Membership::Accept(const MembershipMessage& message) {
   actions_.push_back({.kind = MembershipAction::Kind::kJoin,
                       .list = list,
                       .rank = RankIn(list, options_.self.id)});
+}
+
+void Membership::HaltAsLeftOut(const MemberList& started) {
+  Halt("the job has gone on without this process: its generation " +
+       std::to_string(started.generation.number) + " of " + Ranks(started.members.size()) +
+       " began while the others could not reach it");
 }
 
 void Membership::HaltAsMinority() {

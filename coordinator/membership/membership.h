@@ -210,6 +210,7 @@ class Membership {
   void TryToLead();
   void Propose(const std::string& root);
   void Accept(const MembershipMessage& proposal);
+  void HaltAsLeftOut(const MemberList& started);
   void HaltAsMinority();
   uint64_t Random();
 

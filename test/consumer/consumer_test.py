@@ -135,7 +135,8 @@ def test_a_job_has_the_same_bits_on_any_number_of_ranks(programs, undisturbed, t
 def test_a_job_goes_on_after_a_death_and_with_a_newcomer(programs, undisturbed, tmp_path):
     told = farandolerun(3, "--elastic", programs / "job_api", tmp_path, 12, "kill1=5", "wait0=8")
     assert told == [undisturbed[1]] * 3 and generations(tmp_path) == [3, 2, 3]
-    assert verify(undisturbed[0], tmp_path) == "the same: 12 steps, 0 to 11\n"
+    # A rank 0 that was a step behind got the state, and not the line of that step.
+    assert re.fullmatch("the same: 1[12] steps, 0 to 11\n", verify(undisturbed[0], tmp_path))
 
 
 def test_sigterm_makes_a_rank_of_an_elastic_job_leave_and_another_job_stop(programs, undisturbed, tmp_path):

@@ -269,7 +269,7 @@ break_rule(kCountOutdated membership.cc
 [=[    const bool is_outdated = reported != list.rests_on.end() && accepted > reported->second;
 ]=]
 [=[    const bool is_outdated = reported != list.rests_on.end() && accepted > reported->second &&
-                             (accepted > list.generation || !Broken(kCountOutdated));
+                             !Broken(kCountOutdated);
 ]=])
 
 file(WRITE "${COPY}" "// Made of ${source_name} by test/simulation/break_rules.cmake.\n"

@@ -287,6 +287,7 @@ class Job {
   template <class Call>
   void recovering(Call work) {
     while (true) {
+      if (std::exchange(changes_, false)) regroup();
       try {
         if (!is_joined_) join();
         return work();
@@ -396,7 +397,7 @@ class Job {
     is_stopped_ = notes[0] != 0 || notes[2] == 0;  // nobody would be left
     if (is_stopped_) return;
     if (leaves) return leave_now();
-    if (notes[1] != 0 || notes[3] != 0) regroup();
+    changes_ = notes[1] != 0 || notes[3] != 0;
   }
 
   /// The sum in the tree over slots, of a node of it; few vectors are alive at once.
@@ -520,6 +521,7 @@ class Job {
   bool is_begun_ = false, is_stopped_ = false, has_left_ = false;
   bool is_fresh_ = true;    // it has no states of the job yet
   bool is_joined_ = false;  // with the ranks of this generation
+  bool changes_ = false;    // ranks asked for another generation with the last step
   std::atomic<bool> wants_stop_{false}, wants_leave_{false};
   std::future<void> writing_;  // the last member: it ends first
 };

@@ -22,7 +22,7 @@ import threading
 import traceback
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from farandole import _activity as _activity  # of _core, which asks it when imports may be locked
@@ -237,7 +237,7 @@ def _join(
 def shown_briefly() -> Iterator[None]:
     """Shows errors of a join that nobody catches without traceback where the message says all: a JobHaltedError, whose
     exit code is its own, and under ``farandolerun``, which says it once for all ranks, a MismatchError."""
-    before = sys.excepthook
+    before: Callable[..., None] = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         is_said = isinstance(error, MismatchError) and bool(_Process.report_path)

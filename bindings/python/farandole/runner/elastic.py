@@ -528,24 +528,27 @@ class ElasticJob(HostsJob):
 
     def _check_lost(self, now_s: float) -> None:
         """Once it is time, says how ranks ended and what follows."""
-        if now_s < self._lost_by_s:
+        is_over = self._is_done and not any(one.is_running for one in self._places.values())
+        if not self._lost or (now_s < self._lost_by_s and not is_over):
             return
         lost, self._lost, self._lost_by_s = self._lost, [], math.inf
         living = sum(one.is_running for one in self._places.values())
         errors = {end.how for _, end in lost}
-        if not living and len(lost) > 1 and len(errors) == 1 and lost[0][1].is_fault:
+        if not living and not is_over and len(lost) > 1 and len(errors) == 1 and lost[0][1].is_fault:
             numbers = list_ranks(sorted(place.number for place, _ in lost))
             return self._end(lost[0][1].code, f"all ranks that were left, {numbers}, {errors.pop()}: the job ends")
         going_on = f"{living or 'no'} rank{'s' * (living > 1)} go{'es' * (living < 2)} on"
         for place, end in lost:
             host = self._hosts_by_name.get(place.host)
             restart = ""
-            if place.is_leaving or host is None or not host.is_up or place.number not in self._places:
-                self._places.pop(place.number, None)  # a host that has a free slot gets another one
+            if self._places.get(place.number) is not place:
+                pass  # another one is there by now
+            elif place.is_leaving or host is None or not host.is_up:
+                del self._places[place.number]  # a host that has a free slot gets another one
             elif living and not self._is_done:
                 restart = self._plan_restart(place, now_s)
             self.writer.say("; ".join(filter(None, [end.text, going_on, restart])))
-        if not living:
+        if not living and not is_over:
             self._restart_all(lost[-1][1], now_s)
 
     def _plan_restart(self, place: _Place, now_s: float) -> str:
@@ -568,7 +571,7 @@ class ElasticJob(HostsJob):
 
     def _restart_all(self, end: _End, now_s: float) -> None:
         """No rank lives: begins anew, or ends the job if a program failed by itself, as it would again."""
-        if end.is_fault or any(place.has_fault for place in self._places.values()):
+        if end.is_fault or any(one.has_fault and not one.is_refused for one in self._places.values()):
             self._end(end.code, "no rank is left, and not all were ended from outside: the job ends")
         elif self._has_halted and self._astray:
             self._awaits_astray = True

@@ -357,8 +357,9 @@ def run_fn(func: Callable[..., _Result], reset: Callable[[], object]) -> Callabl
             except HostsUpdatedInterrupt as update:
                 if not members():
                     raise
+                before = {*members().split(",")}
                 reinit()
-                syncs = not update.skip_sync
+                syncs = not update.skip_sync or not {*members().split(",")} <= before  # newcomers do
             is_again = True
 
     return wrapper

@@ -81,10 +81,12 @@ def meet(members: list[Handle], rank: int, number: int, timeout_s: float) -> Any
     """
     until_s, pause_s = time.monotonic() + timeout_s, 0.0005
     address = members[0].host, members[0].port
+    for gone in _clients.keys() - {(one.host, one.port) for one in members}:
+        _clients.pop(gone, None)  # of those that are members no more; other groups connect again
     keys = [f"has come {one}" for one in range(len(members))]
     try:
         served = _servers[0] if rank == 0 else _connect(address, timeout_s)
-        store = _dist.PrefixStore(f"{_PREFIX} {number}", served)
+        store = _dist.PrefixStore(f"{_PREFIX} {number} {members[0].id}", served)
         store.set(keys[rank], "")
         while not store.check(keys):  # wait() could not be interrupted
             if time.monotonic() > until_s:

@@ -186,6 +186,8 @@ class Job:
                     yield Epoch(given, dict(self.history[given]))
                     given += 1
             self._recovering(ops.barrier)  # so that a rank that is behind still finds one that is ahead
+            if self._checkpoints is None:
+                self._final = self.steps - 1
             if self._wants_leave and len(self.history) < count and farandole.members():
                 self._leave()
 
@@ -240,7 +242,7 @@ class Job:
                     raise error from refused
 
     def _regroup(self) -> None:
-        self._is_joined, self._changes, self._leaves, self._unverified = False, False, False, None
+        self._is_joined, self._changes, self._leaves = False, False, False
         farandole.reinit()
 
     def _leave(self) -> NoReturn:
@@ -255,6 +257,7 @@ class Job:
         self._gradients.start_generation(place.size == 1)
         ranks = allgather_object(
             {"step": -1 if self._is_fresh else self.steps, "stops": self.stop_requested,
+             "digest": self._unverified.total if self._unverified else None,
              "settings": self._settings, "platform": _platform(), "end": self._own_slots.stop,
              "model": self._state.shapes() if self._is_fresh else {}}, "job.ranks",
         )  # fmt: skip
@@ -267,6 +270,8 @@ class Job:
             _compare(ranks, "model", place.rank)
             self._restore()
             steps = allgather_object(self.steps, "job.steps")
+        _compare_last_step(max(steps), ranks)
+        self._unverified = None
         leader = steps.index(max(steps))
         if self._is_fresh or min(steps) < max(steps):
             differed = self._state.share(leader, place.rank == leader)
@@ -513,6 +518,15 @@ def _add_metrics(sums: dict[str, float], result: Any) -> None:
 def _platform() -> dict[str, str]:
     """What the bits of a result depend on besides the program."""
     return {"torch": str(torch.__version__), "cpu": torch.backends.cpu.get_cpu_capability()}  # a str, which loads again
+
+
+def _compare_last_step(steps: int, ranks: Sequence[Mapping[str, Any]]) -> None:
+    """What the next step would compare, where another generation comes before it."""
+    digests = {rank: facts["digest"] for rank, facts in enumerate(ranks) if facts["step"] == steps and facts["digest"]}
+    if len(set(digests.values())) > 1:
+        alike = [[str(rank) for rank in digests if digests[rank] == one] for one in dict.fromkeys(digests.values())]
+        groups = " | ".join(", ".join(group) for group in alike)
+        raise MismatchError(f"step {steps - 1} had different results on different ranks; ranks alike: {groups}")
 
 
 def _compare(ranks: Sequence[Mapping[str, Any]], kind: str, own: int) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from farandole import basics, ops
 from farandole.basics import Context, ProcessSet
-from farandole.chain import FILE_NAME, Chain, settings_line
+from farandole.chain import Chain, settings_line
 from farandole.exceptions import HorovodInternalError
 from farandole.torch._digests import StepDigests
 from farandole.torch.ops import allgather, allreduce
@@ -41,7 +41,9 @@ class GradientHashes:
         self._set, self._every = process_set, every
         number = next(_alone) if number is None else number
         self._name = f"hashes.{number}"
-        path = pathlib.Path(folder, FILE_NAME if number == 0 else f"chain.{number}.jsonl") if folder else None
+        set_id = process_set.process_set_id
+        ids = ([f"set{set_id}"] if set_id else []) + ([str(number)] if number or set_id else [])
+        path = pathlib.Path(folder, ".".join(["chain", *ids, "jsonl"])) if folder else None
         named = [name for name, _ in self._parameters()]
         self._chain = Chain(path, settings_line({"optimizer": type(optimizer).__name__}, named))
         self._path = path
