@@ -207,33 +207,16 @@ break_rule(kForgetPending membership.cc
 ]=]
 [=[  if (!Broken(kForgetPending)) pending_.push_back(list);
 ]=])
-break_rule(kAcceptStale membership.cc
-[=[  if (IsGathering() && is_current && generation > accepted_) return Accept(message);
-]=]
-[=[  const bool accepts = is_current || Broken(kAcceptStale);
-  if (IsGathering() && accepts && generation > accepted_) return Accept(message);
-]=])
 break_rule(kVoteWhileLeftOut membership.cc
 [=[  std::set<MemberId>& others = next.left_out.empty() ? next.newcomers : next.without_vote;
 ]=]
 [=[  const bool is_whole = next.left_out.empty() || Broken(kVoteWhileLeftOut);
   std::set<MemberId>& others = is_whole ? next.newcomers : next.without_vote;
 ]=])
-break_rule(kVoteBeforeComputing membership.cc
-[=[         (basis.has_computed || IsQuorum(here, basis.started, dead_, false)) &&
-]=]
-[=[         (basis.has_computed || Broken(kVoteBeforeComputing) ||
-          IsQuorum(here, basis.started, dead_, false)) &&
-]=])
 break_rule(kVoteAtOnce membership.cc
 [=[           return IsQuorum(here, list, dead_, false);
 ]=]
 [=[           return IsQuorum(here, list, dead_, Broken(kVoteAtOnce));
-]=])
-break_rule(kWaitForLeader membership.cc
-[=[  if (leader && leader->id == reported_to_ && is_overdue) {  // others may not reach it
-]=]
-[=[  if (leader && leader->id == reported_to_ && is_overdue && !Broken(kWaitForLeader)) {
 ]=])
 break_rule(kWaitForEver membership.cc
 [=[  if (IsGathering() && (now_ns_ - hope_ns_ >= options_.halt_ns || IsHopeless())) HaltAsMinority();

@@ -34,11 +34,8 @@ enum BrokenRule : uint32_t {
   kDeathsShrinkQuorums = 1u << 13,  ///< A majority of those that live is enough.
   kSuspectsAreDead = 1u << 14,      ///< Who cannot be reached counts as dead.
   kForgetPending = 1u << 15,        ///< A list whose join failed here counts no more.
-  kAcceptStale = 1u << 16,          ///< Accept what rests on a report that is not true any more.
   kVoteWhileLeftOut = 1u << 17,     ///< Newcomers vote although others may still go on.
-  kVoteBeforeComputing = 1u << 18,  ///< Newcomers vote where a list has started here.
   kVoteAtOnce = 1u << 19,           ///< Newcomers vote before a list has started.
-  kWaitForLeader = 1u << 20,        ///< Report for ever to a leader whom others don't reach.
   kWaitForEver = 1u << 21,          ///< A minority does not halt.
   kPingNobody = 1u << 22,           ///< Ends that no engine sees stay unknown.
   kLetJoinsWait = 1u << 23,         ///< Do not tell a process in a join that others have gone on.
