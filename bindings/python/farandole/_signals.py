@@ -46,7 +46,8 @@ class SignalNotes:
 
     def close(self) -> None:
         """Sets back the handlers from before where this is the handler still."""
-        _living.remove(self) if self in _living else None
+        if self in _living:
+            _living.remove(self)
         for number, before in self._before.items():
             if signal.getsignal(number) is self:
                 signal.signal(number, signal.SIG_DFL if before is None else before)

@@ -528,13 +528,13 @@ class ElasticJob(HostsJob):
 
     def _check_lost(self, now_s: float) -> None:
         """Once it is time, says how ranks ended and what follows."""
-        is_over = self._is_done and not any(one.is_running for one in self._places.values())
-        if not self._lost or (now_s < self._lost_by_s and not is_over):
+        living = sum(one.is_running for one in self._places.values())
+        if not self._lost or (now_s < self._lost_by_s and (living or not self._is_done)):
             return
         lost, self._lost, self._lost_by_s = self._lost, [], math.inf
-        living = sum(one.is_running for one in self._places.values())
+        is_lost_whole = not living and not self._is_done
         errors = {end.how for _, end in lost}
-        if not living and not is_over and len(lost) > 1 and len(errors) == 1 and lost[0][1].is_fault:
+        if is_lost_whole and len(lost) > 1 and len(errors) == 1 and lost[0][1].is_fault:
             numbers = list_ranks(sorted(place.number for place, _ in lost))
             return self._end(lost[0][1].code, f"all ranks that were left, {numbers}, {errors.pop()}: the job ends")
         going_on = f"{living or 'no'} rank{'s' * (living > 1)} go{'es' * (living < 2)} on"
@@ -548,7 +548,7 @@ class ElasticJob(HostsJob):
             elif living and not self._is_done:
                 restart = self._plan_restart(place, now_s)
             self.writer.say("; ".join(filter(None, [end.text, going_on, restart])))
-        if not living and not is_over:
+        if is_lost_whole:
             self._restart_all(lost[-1][1], now_s)
 
     def _plan_restart(self, place: _Place, now_s: float) -> str:
