@@ -9,12 +9,17 @@ namespace farandole {
 namespace {
 
 constexpr int64_t kOneShotBytes = 64 * 1024;
+// Three times in each chunk a member waits for its peers, and each time reads their flags, or is
+// woken: a medium batch is divided only where few members leave each a shard that takes longer.
+constexpr int64_t kLeastShardBytes = 32 * 1024;
+constexpr int64_t kMediumChunks = 2;
 
 /// Of every chunk each member owns a shard of about 1/P. It packs its contribution into its slot,
 /// reduces its shard from all present members' slots in rank order, leaves the result in its own
 /// slot, over its contribution to its own shard, which nobody else reads, and copies all shards'
 /// results out. A batch of which nobody reads more than kOneShotBytes of its peers is one-shot:
 /// every member reduces everything, in the same order, to the same bits, which saves a round trip.
+/// So is one of two members that fits into a slot: either way as many bytes pass between them.
 ///
 /// Where the tensors of all members lie in buffers (SharedMemory), they are not copied: each member
 /// reads its shard of the whole batch from all tensors and writes the result to all of them, in two
@@ -65,11 +70,13 @@ class SharedMemoryAllreduce final : public SharedMemoryCollective {
 
 int64_t SharedMemoryAllreduce::Prepare() {
   const int64_t bytes = batch_->count * wire_bytes_;
-  one_shot_ = bytes * (members() - 1) <= kOneShotBytes && bytes <= slots_->layout().slot_bytes;
+  const bool is_small = bytes * (members() - 1) <= kOneShotBytes || members() == 2;
+  one_shot_ = is_small && bytes <= slots_->layout().slot_bytes;
   is_agreed_ = in_place_ = false;
   reduce_cursor_ = pack_cursor_;
   tensors_.resize(static_cast<size_t>(members()));
-  const int64_t chunks = PrepareWholeSlots();
+  const int64_t chunks =
+      PrepareChunks(kMediumChunks, members() * kLeastShardBytes, slots_->layout().slot_bytes);
   if (!one_shot_) return chunks;
   chunk_elements_ = batch_->count;
   return std::min<int64_t>(chunks, 1);
@@ -217,7 +224,7 @@ bool SharedMemoryAllreduce::AdvanceSharded() {
   if (consumed_ < reduced_ && slots_->AllReached(Stage::kReduced, consumed_ + 1)) {
     CopyResultOut();
     slots_->Publish(Stage::kConsumed, ++consumed_);
-    if (HasWholeSlots() && my_index() == 0) TimeChunk();
+    if (AreLongest() && my_index() == 0) TimeChunk();
   } else if (reduced_ < packed_ && slots_->AllReached(Stage::kPacked, reduced_ + 1, present_)) {
     ReduceShard();
     slots_->Publish(Stage::kReduced, ++reduced_);
@@ -234,7 +241,6 @@ bool SharedMemoryAllreduce::AdvanceSharded() {
 bool SharedMemoryAllreduce::AdvanceOneShot() {
   if (packed_ < end_) {
     if (!SlotIsFree()) return false;
-    // The own contribution as well: ReduceWholeBatch reads all of them from slots.
     if (contributes_) PackSlice(slots_->Slot(my_index(), packed_), {0, batch_->count});
     slots_->Publish(Stage::kPacked, ++packed_);
   } else {
@@ -263,9 +269,10 @@ void SharedMemoryAllreduce::PackChunk() {
 
 void SharedMemoryAllreduce::PackSlice(std::byte* slot, Slice slice) {
   const int64_t end = slice.begin + slice.count;
+  const bool is_cached = one_shot_ && slice.count * wire_bytes_ <= kOneShotBytes;
   for (int64_t at = slice.begin; at < end;) {
     const Run run = pack_cursor_.Next(end - at);
-    WriteSlot(slot + at * wire_bytes_, run, !one_shot_ && StreamsSlots());
+    WriteSlot(slot + at * wire_bytes_, run, !is_cached && StreamsSlots());
     at += run.count;
   }
 }
@@ -328,7 +335,8 @@ void SharedMemoryAllreduce::ReduceWholeBatch() {
     const int64_t block = kInCacheBytes / wire_bytes_;
     const Run run = out_cursor_.Next(std::min(block, batch_->count - at));
     if (run.out != nullptr) {
-      ReduceInto(run.out, set().scratch.data(), Sources(reduced_, at, nullptr), run.count);
+      const std::byte* const own = ReadsInput() ? run.in : nullptr;
+      ReduceInto(run.out, set().scratch.data(), Sources(reduced_, at, own), run.count);
     }
     at += run.count;
   }

@@ -8,10 +8,13 @@ namespace {
 /// other than the root write nothing; their flags only keep the chunk numbers of the set in step.
 class SharedMemoryBroadcast final : public SharedMemoryCollective {
  protected:
-  int64_t Prepare() override { return PrepareWholeSlots(); }
+  /// While one is read the root writes the next. Shorter ones would be read from the root's L1.
+  int64_t Prepare() override { return PrepareChunks(1, kChunkBytes, kChunkBytes); }
   bool AdvanceStage() override;
 
  private:
+  static constexpr int64_t kChunkBytes = 64 * 1024;
+
   void PackFromRoot();
 };
 
@@ -31,7 +34,7 @@ bool SharedMemoryBroadcast::AdvanceStage() {
   slots_->Publish(Stage::kConsumed, ++consumed_);
   // The first ones wait for nobody: the slots are free, or the root has filled them.
   const bool keeps_pace = consumed_ - first_ > static_cast<uint64_t>(slots_->layout().slots);
-  if (keeps_pace && HasWholeSlots() && my_index() == 0) TimeChunk();
+  if (keeps_pace && AreLongest() && my_index() == 0) TimeChunk();
   slots_->RingPeers();
   return true;
 }

@@ -9,10 +9,6 @@ namespace {
 constexpr int64_t kStepBytes = 256 * 1024;  // after so many the engine relays messages
 // Slices start at multiples of this, so that two of them never share a cache line.
 constexpr int64_t kSliceAlign = 64;
-// Three times in each chunk a member waits for its peers, and each time reads their flags, or is
-// woken: a medium batch is divided only where few members leave each a shard that takes longer.
-constexpr int64_t kLeastShardBytes = 32 * 1024;
-constexpr int64_t kMediumChunks = 2;
 
 }  // namespace
 
@@ -68,11 +64,13 @@ Progress SharedMemoryCollective::Advance() {
   return Progress::Done();
 }
 
-int64_t SharedMemoryCollective::PrepareWholeSlots() {
-  const int64_t row = kMediumChunks * kSliceAlign;
+int64_t SharedMemoryCollective::PrepareChunks(int64_t parts, int64_t least_bytes,
+                                              int64_t most_bytes) {
+  const int64_t row = parts * kSliceAlign;
   const int64_t spread = (batch_->count * wire_bytes_ + row - 1) / row * kSliceAlign;
-  const int64_t least = members() * kLeastShardBytes;
-  chunk_elements_ = std::min(std::max(spread, least), slots_->layout().slot_bytes) / wire_bytes_;
+  most_bytes = std::min(most_bytes, slots_->layout().slot_bytes);
+  chunk_elements_ = std::min(std::max(spread, least_bytes), most_bytes) / wire_bytes_;
+  are_longest_ = chunk_elements_ * wire_bytes_ >= most_bytes;
   step_bytes_ = std::min(batch_->count, chunk_elements_) * wire_bytes_;
   return (batch_->count + chunk_elements_ - 1) / chunk_elements_;
 }

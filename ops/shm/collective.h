@@ -65,14 +65,12 @@ class SharedMemoryCollective : public CpuCollective {
   /// @return Whether there was one.
   virtual bool AdvanceStage() = 0;
 
-  // Fixed-size collectives, whose batches are chunks of chunk_elements_ end to end: of a slot, or
-  // shorter ones, so that there are two.
-  int64_t PrepareWholeSlots();
+  // Fixed-size collectives, whose batches are chunks of chunk_elements_ end to end: so many, but of
+  // no less and no more than so many bytes, nor more than a slot.
+  int64_t PrepareChunks(int64_t parts, int64_t least_bytes, int64_t most_bytes);
   int64_t ChunkCount(uint64_t chunk) const;
   /// Whether its chunks can be timed: shorter ones cannot be compared with those of other batches.
-  bool HasWholeSlots() const {
-    return chunk_elements_ * wire_bytes_ >= slots_->layout().slot_bytes;
-  }
+  bool AreLongest() const { return are_longest_; }
 
   SharedMemorySet& set() const { return static_cast<SharedMemorySet&>(*set_); }
   bool SlotIsFree();
@@ -92,6 +90,7 @@ class SharedMemoryCollective : public CpuCollective {
   SegmentCursor pack_cursor_;
   SegmentCursor out_cursor_;
   int64_t chunk_elements_ = 0;  // most elements of a chunk; variable-size: of a slice
+  bool are_longest_ = false;    // chunks are as long as they ever are in this kind
   int64_t step_bytes_ = 0;      // about what a stage of a chunk moves
   // Numbers of chunks, counted from the set's first batch: where the batch begins and ends, and
   // how many this member has packed, reduced and consumed.
