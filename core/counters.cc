@@ -14,7 +14,7 @@ std::string_view CounterName(Counter counter) {
       "engine_loops",      "decisions",          "batches",
       "tensors",           "batch_bytes",        "bytes_copied",
       "bulk_bytes_sent",   "quarantined_bytes",  "device_launches",
-      "in_place_bytes",    "bulk_messages_sent"};
+      "in_place_bytes",    "bulk_messages_sent", "agreements"};
   static_assert(std::size(kNames) == kCounterCount);
   return NameAt(kNames, counter, "unknown");
 }

@@ -30,6 +30,7 @@ enum class Counter : uint8_t {
   kDeviceLaunches,    ///< Kernels launched on a GPU by us, NCCL's own not counted.
   kInPlaceBytes,      ///< Bytes of tensor data in batches reduced where they lie, without copies.
   kBulkMessagesSent,  ///< Messages in which planes over messages sent bulk bytes.
+  kAgreements,        ///< Operations that ranks of a host agreed to run, without votes.
   kCount,
 };
 inline constexpr size_t kCounterCount = static_cast<size_t>(Counter::kCount);

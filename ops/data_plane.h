@@ -17,6 +17,7 @@
 #include "core/status.h"
 #include "core/transport.h"
 #include "core/types.h"
+#include "ops/agreement.h"
 
 namespace farandole {
 
@@ -169,6 +170,8 @@ class DataPlane {
   /// members as far as they agree on it (CPU planes: CheckBatch); Internal for an unknown set;
   /// ResourceExhausted if a buffer cannot be had; Aborted after an Abandon in the same set.
   virtual Result<PlaneOperation*> Start(const Batch& batch) = 0;
+  /// How the members of the set agree without votes; nullptr: they do not. As long as the set.
+  virtual Agreement* AgreementOf(uint32_t /*set*/) { return nullptr; }
 };
 
 }  // namespace farandole

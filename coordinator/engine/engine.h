@@ -147,7 +147,7 @@ class Engine {
   const Counters& counters() const { return *parts_.counters; }
 
   /// One iteration of the engine loop. Tests without threads call it, one at a time.
-  EngineLoop::Outcome RunOnce() { return loop_.RunOnce(false); }
+  EngineLoop::Outcome RunOnce() { return loop_.RunOnce(EngineLoop::Runner::kEngine); }
 
  private:
   SharedParts Shared();

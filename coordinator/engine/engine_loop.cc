@@ -1,9 +1,11 @@
 #include "coordinator/engine/engine_loop.h"
 
 #include <algorithm>
+#include <thread>
 #include <utility>
 
 #include "coordinator/engine/engine_observer.h"
+#include "core/pause.h"
 
 namespace farandole {
 namespace {
@@ -19,6 +21,12 @@ constexpr int64_t kSpreadPollNs = kNsPerMs;
 constexpr int64_t kCausePollNs = 2 * kNsPerMs;
 // How long an interpreter may take from its exit handlers to the exit code.
 constexpr int64_t kAnnouncedNs = 5 * kNsPerSecond;
+// So long a rank waits for the others of its host before it votes: not at the cost of the messages
+// that it relays, and long enough for as many ranks as share a core to come to it.
+constexpr int64_t kAgreeNs = 100 * kNsPerUs;
+// On other cores they are there in less, if they come at once; later one may wait for this core.
+constexpr int64_t kPauseNs = 4 * kNsPerUs;
+constexpr int kLooks = 16;  // between two looks at the clock
 
 // The earlier of two waits, where a negative one means "no limit".
 int64_t Sooner(int64_t a, int64_t b) {
@@ -48,6 +56,7 @@ EngineLoop::EngineLoop(const EngineOptions& options, const EngineParts& parts,
       callers_(shared.callers),
       callbacks_(shared.callbacks),
       longest_spread_ns_(options.longest_spread_ns),
+      has_own_core_(options.spin_ns > 0),
       negotiation_(options.negotiation, *this, parts.observe_negotiation),
       executor_(ExecutorOptions(options), parts.planes, *parts.counters, *this, shared.memory),
       coalescer_(*parts.transport, *parts.counters, shared.liveness),
@@ -56,8 +65,8 @@ EngineLoop::EngineLoop(const EngineOptions& options, const EngineParts& parts,
 }
 
 // The watchdog reads began_ns_: it is set as long as a library may hold up the thread in here.
-EngineLoop::Outcome EngineLoop::RunOnce(bool by_caller) {
-  by_caller_ = by_caller;
+EngineLoop::Outcome EngineLoop::RunOnce(Runner runner) {
+  runner_ = runner;
   now_ns_ = parts_.clock->NowNs();
   began_ns_.store(now_ns_, std::memory_order_relaxed);
   parts_.counters->Add(Counter::kEngineLoops);
@@ -115,8 +124,44 @@ bool EngineLoop::TakeSubmissions(int64_t* wake_in_ns) {
   // After an idle time the negotiation's clock is as old as the last iteration's. No Tick, which
   // may ask IsBlocked, while submissions are in neither table.
   negotiation_.SetTime(now_ns_);
+  if (oldest->next == nullptr && RunAgreed(*oldest)) return true;
   SubmitAll(oldest);
   return true;
+}
+
+// An operation that has been decided before, and that this rank's caller waits for while nothing
+// else is in flight: where the other ranks of the set, on this host, come soon and all agree, it
+// runs as if it had been decided. @return whether it does.
+bool EngineLoop::RunAgreed(Operation& operation) {
+  const bool may_agree =
+      runner_ == Runner::kWaiter && operation.is_quiet && executor_.Idle() && !is_failing_ &&
+      !lifecycle_.failed() && !submissions_.IsJoin(operation) && !submissions_.IsLeave(operation) &&
+      operation.key != Operation::kUnknownKey && operation.signature.device == DeviceKind::kCpu;
+  if (!may_agree || operations_.Find(operation.key) != &operation) return false;
+  Agreement* const agreement = executor_.AgreementOf(operation.name.set);
+  if (agreement == nullptr) return false;
+  const Negotiation::Known known =
+      negotiation_.FindKnown(operation.key, operation.signature, operation.vote);
+  if (known.id == kNoId || !AllAgree(*agreement, known)) return false;
+  Started(operation);
+  parts_.counters->Add(Counter::kAgreements);
+  OnWork({0, operation.name.set, {&known.key, 1}});
+  return true;
+}
+
+// A member that finds another operation proposed, or is later than this, votes.
+bool EngineLoop::AllAgree(Agreement& agreement, const Negotiation::Known& known) const {
+  Agreement::State state = agreement.Propose(known.round, known.id);
+  bool yields = !has_own_core_;
+  for (int looks = 1; state == Agreement::State::kOpen; ++looks) {
+    yields ? std::this_thread::yield() : Pause();
+    state = agreement.Look();
+    if (state != Agreement::State::kOpen || looks % kLooks != 0) continue;
+    const int64_t waited_ns = parts_.clock->NowNs() - now_ns_;
+    yields = yields || waited_ns >= kPauseNs;
+    if (waited_ns >= kAgreeNs) state = agreement.Decline();
+  }
+  return state == Agreement::State::kAgreed;
 }
 
 void EngineLoop::SubmitAll(Operation* oldest) {
@@ -134,10 +179,7 @@ void EngineLoop::SubmitAll(Operation* oldest) {
 void EngineLoop::Submit(Operation& operation) {
   if (submissions_.IsJoin(operation) || submissions_.IsLeave(operation))
     return SubmitChange(operation);
-  parts_.counters->Add(Counter::kSubmissions);
-  operation.submitted_ns = now_ns_;
-  operation.decided_ns = 0;
-  for (EngineObserver* const one : parts_.observers.submitted) one->OnSubmitted(operation, now_ns_);
+  Started(operation);
   if (lifecycle_.failed()) return Complete(operation, lifecycle_.final_error());
   if (operation.key == Operation::kUnknownKey) operation.key = negotiation_.Intern(operation.name);
   operations_.Bind(operation);
@@ -147,6 +189,13 @@ void EngineLoop::Submit(Operation& operation) {
   const bool is_step = operation.name.kind == OpKind::kStep;
   Complete(operation, accepted);
   if (is_step && agreed_error_.ok()) announcer_.StartLater(operation);
+}
+
+void EngineLoop::Started(Operation& operation) {
+  parts_.counters->Add(Counter::kSubmissions);
+  operation.submitted_ns = now_ns_;
+  operation.decided_ns = 0;
+  for (EngineObserver* const one : parts_.observers.submitted) one->OnSubmitted(operation, now_ns_);
 }
 
 // Joins or leaves: what was started before is submitted by now.
@@ -207,7 +256,7 @@ bool EngineLoop::RunBatches() {
     return false;
   }
   // A GPU has come into use while this caller runs the loop; it releases the lock after this one.
-  if (by_caller_ && gpu_.in_use()) return false;
+  if (runner_ != Runner::kEngine && gpu_.in_use()) return false;
   const Executor::StepResult step = executor_.Step(now_ns_);
   executor_poll_ns_ = step.poll_after_ns;
   Note(step.status);
@@ -378,7 +427,7 @@ void EngineLoop::OnOperationDone(Operation& operation) {
 void EngineLoop::OnBatchDone(const Batch& batch, int64_t began_ns) {
   for (EngineObserver* const one : parts_.observers.batch_done)
     one->OnBatchDone(batch, began_ns, now_ns_);
-  negotiation_.BatchDone(batch.number, batch.index);
+  if (batch.number > 0) negotiation_.BatchDone(batch.number, batch.index);  // 0: see RunAgreed
 }
 
 }  // namespace farandole

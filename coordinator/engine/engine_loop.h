@@ -44,8 +44,10 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
     int64_t sleep_ns =
         -1;  ///< Nothing to do for so long unless the doorbell rings; -1: without limit.
   };
-  /// @param by_caller  The thread is a waiting caller's, and must not touch a GPU.
-  Outcome RunOnce(bool by_caller);
+  /// Whose thread runs it: only the engine's may touch a GPU, and only one that waits for what it
+  /// has submitted may wait in here, for some us.
+  enum class Runner : uint8_t { kEngine, kCaller, kWaiter };
+  Outcome RunOnce(Runner runner);
   /// Time of the last RunOnce.
   int64_t now_ns() const { return now_ns_; }
   /// There is something to do, or to be looked after.
@@ -97,6 +99,9 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   bool TakeSubmissions(int64_t* wake_in_ns);
   void SubmitAll(Operation* oldest);
   void Submit(Operation& operation);
+  bool RunAgreed(Operation& operation);
+  bool AllAgree(Agreement& agreement, const Negotiation::Known& known) const;
+  void Started(Operation& operation);
   void SubmitChange(Operation& change);
   bool ReceiveMessages();
   void FlushOutgoing();
@@ -124,6 +129,7 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   const CallerThreads& callers_;
   const CallbackThreads& callbacks_;
   const int64_t longest_spread_ns_;
+  const bool has_own_core_;
   Negotiation negotiation_;
   Executor executor_;
   FrameCoalescer coalescer_;
@@ -132,9 +138,9 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   int64_t last_event_ns_ = 0;  // last iteration that moved something
   int64_t tick_ns_ = 0;        // when the negotiation wants its next Tick
   int64_t executor_poll_ns_ = -1;
-  bool by_caller_ = false;  // see RunOnce
-  Status agreed_error_;     // final on all ranks, by a decision
-  Status failed_here_;      // the final error as the holder of the engine lock knows it
+  Runner runner_ = Runner::kEngine;
+  Status agreed_error_;  // final on all ranks, by a decision
+  Status failed_here_;   // the final error as the holder of the engine lock knows it
   int64_t failed_here_ns_ = 0;
   bool has_left_ = false;
   int64_t leave_due_ns_ = kNever;  // of one that is announced

@@ -95,6 +95,12 @@ Executor::Set* Executor::FindSet(uint32_t uid) {
   return found == sets_.end() ? nullptr : found->second.get();
 }
 
+Agreement* Executor::AgreementOf(uint32_t uid) {
+  Set* const set = FindSet(uid);
+  const auto cpu = static_cast<size_t>(DeviceKind::kCpu);
+  return set == nullptr ? nullptr : set->planes[cpu]->AgreementOf(uid);
+}
+
 // Batches are only queued here; Step starts them in this order. FormBatches is a pure function of
 // the decision, so all members start the same batches in the same order, on which planes rely to
 // match messages.

@@ -62,6 +62,9 @@ class Executor {
   /// Whether this rank is in the set and it has not ended, or batches of it are in flight.
   bool Knows(uint32_t set) const { return sets_.contains(set); }
 
+  /// How the members of the set agree without votes on what to run in host memory; or nullptr.
+  Agreement* AgreementOf(uint32_t set);
+
   /// Whether a batch in flight names the operation, which may be done.
   bool Uses(const Operation& operation) const;
 

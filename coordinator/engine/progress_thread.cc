@@ -6,6 +6,7 @@
 #include <chrono>
 
 #include "core/futex.h"
+#include "core/pause.h"
 
 namespace farandole {
 namespace {
@@ -25,15 +26,6 @@ constexpr int kBriefRuns = 3;                    // of the loop: submit, send, o
 constexpr int kLockTries = 10;
 
 bool IsSleep(int64_t sleep_ns) { return sleep_ns < 0 || sleep_ns > kNapNs; }
-
-/// Tells the core that this thread polls memory.
-void Pause() {
-#ifdef __x86_64__
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  __asm__ volatile("yield");
-#endif
-}
 
 /// A caller that waits for another thread to run the engine loop.
 class Sleeper {
@@ -84,7 +76,7 @@ void ProgressThread::Loop() {
     bool stands_by = false;
     int64_t sleep_ns = kEngineLockRetryNs;
     if (engine_lock_.try_lock()) {
-      const EngineLoop::Outcome outcome = loop_.RunOnce(false);
+      const EngineLoop::Outcome outcome = loop_.RunOnce(EngineLoop::Runner::kEngine);
       moved = outcome.moved;
       if (moved) moved_ns = loop_.now_ns();
       const bool spins = loop_.now_ns() - moved_ns < spin_ns_ && loop_.AwaitsPeers();
@@ -151,7 +143,7 @@ void ProgressThread::RunAsCaller(const Work& work, int64_t deadline_ns,
   int64_t moved_ns = -1;
   for (;;) {
     ticket = doorbell_.Ticket();
-    const EngineLoop::Outcome outcome = loop_.RunOnce(true);
+    const EngineLoop::Outcome outcome = loop_.RunOnce(EngineLoop::Runner::kWaiter);
     const int64_t now_ns = loop_.now_ns();
     if (outcome.moved || moved_ns < 0) moved_ns = now_ns;
     if (outcome.moved) doorbell_.StayAwake();
@@ -215,7 +207,8 @@ void ProgressThread::RunBriefly() {
   uint32_t ticket = 0;
   for (int run = 0; run < kBriefRuns; ++run) {
     ticket = doorbell_.Ticket();
-    if (!loop_.RunOnce(true).moved || lifecycle_.failed() || gpu_.in_use()) break;
+    if (!loop_.RunOnce(EngineLoop::Runner::kCaller).moved || lifecycle_.failed() || gpu_.in_use())
+      break;
   }
   brief_ns_ = loop_.now_ns();
   HandBack(ticket);

@@ -121,6 +121,7 @@ Result<SetState*> Applier::FindDecided(uint32_t uid, const DownMessage& message)
   const bool is_own = LevelOfNumber(message.number) == node_.sets.depth();
   if (is_live && is_own == set->IsDecidedHere()) {
     set->last_number = message.number;
+    if (message.type != DownType::kRetire) set->last_round = message.number;
     return set;
   }
   return Broke("a decision about process set " + std::to_string(uid) +

@@ -233,6 +233,23 @@ Status Negotiation::Submit(KeyId id, const Signature& signature, const Vote& vot
   return components_->tally.CountOwn(id, OwnVotes(node, key, cached, signature, vote));
 }
 
+/// The rows of an allgather are known if each member passes what it passed the last time.
+Negotiation::Known Negotiation::FindKnown(KeyId id, const Signature& signature, const Vote& vote) {
+  static const Mask kNone;
+  NodeState& node = components_->node;
+  Key& key = node.keys.Peek(id);
+  const SetState* const set = node.sets.Find(key.name.set);
+  const bool is_quiet = node.pending == 0 && set != nullptr && set->live && set->member &&
+                        set->joined == 0 && !node.leaves && fault().ok();
+  if (!is_quiet || !IsPlain(vote) || vote.step.step > 0) return {};
+  const CachedSignature* const cached = node.keys.Match(key, signature);
+  if (cached == nullptr || !HasKnownRows(node, *set, *cached, vote.rows)) return {};
+  key.NameAfter(signature);
+  return {IndexOfId(cached->id),
+          set->last_round,
+          {id, true, &key.name, &cached->signature, {}, &kNone, cached->rows}};
+}
+
 /// Sent at once, even with submissions pending. If it were held back until they end, other ranks
 /// might wait for this one in another key and never submit those.
 Status Negotiation::Join() {

@@ -39,6 +39,15 @@ class Negotiation {
   /// is pending, or the signature exceeds coordinator/protocol/limits.h; Internal if the protocol
   /// is broken.
   Status Submit(KeyId key, const Signature& signature, const Vote& vote);
+  /// What the members of a set may agree on without votes (ops/agreement.h): a key with an id.
+  struct Known {
+    uint32_t id = kNoId;
+    int64_t round = 0;  ///< As Agreement::Propose.
+    DecidedKey key;     ///< Until the next call; as a decision would have it.
+  };
+  /// This rank is about to submit `key`, and has nothing else pending.
+  /// @return id kNoId unless an id says all of this vote, and all members are there.
+  Known FindKnown(KeyId key, const Signature& signature, const Vote& vote);
   /// This rank is absent for everything it has not submitted, until OnJoinDone. When the global set
   /// ends first (a rank has left), OnJoinDone never comes and the rank stays absent elsewhere.
   /// @return InvalidArgument if joined or left; Aborted if the global set has ended.

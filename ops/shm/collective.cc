@@ -20,6 +20,7 @@ Status SharedMemorySet::Join() {
   std::vector<Doorbell*> bells;
   for (const int rank : ranks) bells.push_back(memory.bell(rank));
   slots.emplace(joined.get(), memory.LayoutOf(ranks.size()), my_index, std::move(bells));
+  agreement.emplace(slots->agreement(), members());
   scratch.resize(static_cast<size_t>(kScratchBytes));
   choosers.fill(StorePolicyChooser(memory.options().store_policy));
   // Peers may read the hint at once; fresh memory holds kCached.

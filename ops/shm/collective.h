@@ -41,6 +41,7 @@ struct SharedMemorySet final : CpuSet {
   const Clock& clock;    ///< Times chunks for the choosers.
   std::shared_ptr<std::byte> joined;
   std::optional<SharedSlots> slots;
+  std::optional<Agreement> agreement;
   uint64_t chunks = 0;             ///< Chunks of all batches so far: the number of the next one.
   std::vector<std::byte> scratch;  ///< kScratchBytes: values between slots and tensors.
   /// Of each kind's chunks, by OpKind; only those of member 0 are used.

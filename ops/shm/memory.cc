@@ -18,9 +18,10 @@ constexpr int64_t kMostSetBytes = 32 * 1024 * 1024;
 // A member reads the flags of all others for each slot: below that, it would do little else.
 constexpr int64_t kLeastSlotBytes = 16 * 1024;
 
-/// Cache lines of flags: the first holds the recommended StorePolicy, the others the members'
-/// flags, each in a line of its own, so that a member that publishes invalidates one line only.
-size_t Lines(const SlotLayout& layout) { return 1 + static_cast<size_t>(layout.members) * kStages; }
+/// Cache lines of flags: the first holds the recommended StorePolicy, the second the word of the
+/// Agreement, the others the members' flags, each in a line of its own, so that a member that
+/// publishes invalidates one line only.
+size_t Lines(const SlotLayout& layout) { return 2 + static_cast<size_t>(layout.members) * kStages; }
 
 size_t FlagBytes(const SlotLayout& layout) { return Lines(layout) * kLine; }
 
@@ -98,7 +99,7 @@ SharedSlots::Flag& SharedSlots::FlagAt(size_t line) const {
 }
 
 SharedSlots::Flag& SharedSlots::FlagOf(int member, Stage stage) const {
-  return FlagAt(1 + static_cast<size_t>(member) * kStages + static_cast<size_t>(stage));
+  return FlagAt(kFlagLine + static_cast<size_t>(member) * kStages + static_cast<size_t>(stage));
 }
 
 /// Acquires: what the member wrote before it published is visible afterwards. Flags only grow, so a
@@ -131,11 +132,11 @@ void SharedSlots::Publish(Stage stage, uint64_t chunks) {
 }
 
 StorePolicy SharedSlots::store_policy() const {
-  return static_cast<StorePolicy>(FlagAt(0).value.load(std::memory_order_relaxed));
+  return static_cast<StorePolicy>(FlagAt(kPolicyLine).value.load(std::memory_order_relaxed));
 }
 
 void SharedSlots::RecommendStorePolicy(StorePolicy policy) {
-  FlagAt(0).value.store(static_cast<uint64_t>(policy), std::memory_order_relaxed);
+  FlagAt(kPolicyLine).value.store(static_cast<uint64_t>(policy), std::memory_order_relaxed);
 }
 
 void SharedSlots::RingPeers() {

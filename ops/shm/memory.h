@@ -22,6 +22,7 @@
 
 #include "core/doorbell.h"
 #include "core/status.h"
+#include "ops/agreement.h"
 
 namespace farandole {
 
@@ -33,8 +34,8 @@ enum class StorePolicy : uint8_t { kCached = 0, kStreamed = 1 };
 /// @param folder  Of the processor's caches; tests give their own.
 int64_t LastLevelCacheBytes(const std::string& folder = "/sys/devices/system/cpu/cpu0/cache");
 
-/// Shape of one set's memory: a hint, flags of every member, then `slots` tables of sizes and
-/// `slots` slots of every member.
+/// Shape of one set's memory: a hint, the word of the Agreement, flags of every member, then
+/// `slots` tables of sizes and `slots` slots of every member.
 struct SlotLayout {
   int members = 1;
   int slots = 4;                    ///< >= 2; a chunk may be packed while older ones are read.
@@ -88,6 +89,8 @@ class SharedSlots {
   void Publish(Stage stage, uint64_t chunks);
   /// The store policy that member 0 recommends. A hint: results do not depend on it.
   StorePolicy store_policy() const;
+  /// Where all members agree.
+  Agreement::Word& agreement() const { return FlagAt(kAgreementLine).value; }
   void RecommendStorePolicy(StorePolicy policy);
   /// Wakes the peers that sleep: after a Publish that one of them may wait for. One fence, however
   /// many peers; each that may sleep costs a Ring.
@@ -99,6 +102,7 @@ class SharedSlots {
     std::atomic<uint64_t> value;
     static_assert(std::atomic<uint64_t>::is_always_lock_free);
   };
+  static constexpr size_t kPolicyLine = 0, kAgreementLine = 1, kFlagLine = 2;
   size_t IndexOf(int member, uint64_t chunk) const;
   Flag& FlagAt(size_t line) const;
   Flag& FlagOf(int member, Stage stage) const;

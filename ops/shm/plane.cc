@@ -36,4 +36,9 @@ Result<PlaneOperation*> SharedMemoryPlane::Start(const Batch& batch) {
   return pools_[kind].Take(kFactories[kind])->Enqueue(batch, *set.value(), pools_[kind]);
 }
 
+Agreement* SharedMemoryPlane::AgreementOf(uint32_t set) {
+  SharedMemorySet* const found = sets_.Find(set);
+  return found == nullptr || !found->agreement ? nullptr : &*found->agreement;
+}
+
 }  // namespace farandole

@@ -32,6 +32,7 @@ class SharedMemoryPlane final : public DataPlane {
   /// @return What CheckBatch returns; Internal for an unknown set or other members; Aborted for a
   /// broken set.
   Result<PlaneOperation*> Start(const Batch& batch) override;
+  Agreement* AgreementOf(uint32_t set) override;
 
  private:
   const std::shared_ptr<SharedMemory> memory_;

@@ -93,6 +93,7 @@ void Player::AfterCall() {
 }
 
 void Player::Flush() {
+  if (IsHeld([this] { Flush(); })) return;
   flush_scheduled_ = false;
   if (failed_) return;
   negotiation_.Flush();
@@ -107,20 +108,22 @@ void Player::Tick() {
   tick_at_ = std::max(next, world_.now() + 1);
   world_.At(rank_, tick_at_, [this] {
     tick_at_ = INT64_MAX;
+    if (agreeing_) return;  // ticks when that is over
     Tick();
     AfterCall();
   });
 }
 
 void Player::Lose(int rank) {
-  if (failed_) return;
+  if (failed_ || IsHeld([this, rank] { Lose(rank); })) return;
   Tick();
   const FailureFacts facts = {.kind = FailureKind::kKilled};
   FailEverywhere(FailedOn(rank, Status(Code::kUnavailable, "killed", facts)));
 }
 
 void Player::Receive(int from, std::span<const std::byte> bytes) {
-  if (failed_) return;
+  const std::vector<std::byte> kept(bytes.begin(), bytes.end());
+  if (failed_ || IsHeld([this, from, kept] { Receive(from, kept); })) return;
   Tick();
   transport_.Put({from, bytes});
   const Result<int> received = coalescer_.Receive(negotiation_, 1);
@@ -288,9 +291,10 @@ void Player::FinishBatch(int64_t number, int32_t index) {
     }
     reporter_ = done.reporter;
     reported_ = false;
-    negotiation_.BatchDone(number, index);
+    const bool is_decided = number > 0;  // else agreed on
+    if (is_decided) negotiation_.BatchDone(number, index);
     const int decider = DecidesFor(*world_.oracle().RanksOf(done.set));
-    if (done.reporter == rank_ && rank_ != decider && !reported_) {
+    if (is_decided && done.reporter == rank_ && rank_ != decider && !reported_) {
       world_.oracle().Fail("rank " + std::to_string(rank_) + " does not report its batch");
     }
     reporter_.reset();
@@ -395,7 +399,7 @@ void Player::OnStallShutdown(const Status& error) { agreed_error_ = error; }
 /// Nothing is about to be submitted before an operation, or the join, ends here.
 bool Player::IsBlocked() const {
   const bool leaves = left_ || (absent_ && !joined_);
-  return !failed_ && !leaves && !act_scheduled_ && !acting_ &&
+  return !failed_ && !leaves && !act_scheduled_ && !acting_ && !agreeing_ &&
          std::ranges::all_of(queues_, [](const auto& queue) { return queue.second.empty(); });
 }
 

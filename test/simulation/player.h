@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <optional>
 #include <span>
@@ -91,6 +92,13 @@ class Player final : public NegotiationListener, private DetectorListener {
     bool announced = false;
   };
   using QueueKey = std::pair<uint32_t, DeviceKind>;
+  /// The operation that this rank waits for the others to agree on. What comes meanwhile waits.
+  struct Agreeing {
+    KeyId key = 0;
+    Submission* submission = nullptr;
+    Negotiation::Known known;
+    std::vector<std::function<void()>> held;
+  };
 
   const Op& OpAt(int op) const { return world_.scenario().ops[static_cast<size_t>(op)]; }
   bool Over(int op) const;
@@ -102,6 +110,10 @@ class Player final : public NegotiationListener, private DetectorListener {
   void ActOnce();
   bool SubmitOne();
   void Submit(int op);
+  void CastVote(KeyId key, const Submission& submission);
+  bool Agrees(KeyId key, Submission& submission);
+  void Note(Agreement::State state);
+  bool IsHeld(std::function<void()> what);
   void EndPhase();
   void LeaveNow();
 
@@ -151,6 +163,9 @@ class Player final : public NegotiationListener, private DetectorListener {
   bool reported_ = false;
   std::map<QueueKey, std::deque<Waiting>> queues_;
   std::vector<BatchPlan> plans_;
+  std::map<uint32_t, Agreement> agreements_;  // by set
+  std::map<uint32_t, int64_t> agreed_;        // works
+  std::optional<Agreeing> agreeing_;
 };
 
 }  // namespace farandole::simulation

@@ -77,7 +77,7 @@ void Player::Act() {
 }
 
 void Player::ActOnce() {
-  if (left_ || absent_ || failed_) return;
+  if (left_ || absent_ || failed_ || agreeing_) return;
   const Scenario& s = world_.scenario();
   if (phase_ == static_cast<int>(s.phase_end.size())) {
     if (AllOver(head_)) LeaveNow();
@@ -129,8 +129,56 @@ void Player::Submit(int op) {
   } else {
     Tick();
   }
+  if (!Agrees(key, submission)) CastVote(key, submission);
+}
+
+void Player::CastVote(KeyId key, const Submission& submission) {
   Check(negotiation_.Submit(key, submission.signature, submission.vote), "submit");
   AfterCall();
+}
+
+/// As EngineLoop::RunAgreed. @return whether this rank waits for the others now, or they agree.
+bool Player::Agrees(KeyId key, Submission& submission) {
+  const bool is_alone = pending_.size() == 1 && std::ranges::all_of(queues_, [](const auto& q) {
+                          return q.second.empty();
+                        });
+  if (!world_.scenario().agrees || !is_alone || submission.signature.device == DeviceKind::kCuda)
+    return false;
+  const Negotiation::Known known =
+      negotiation_.FindKnown(key, submission.signature, submission.vote);
+  if (known.id == kNoId) return false;
+  const uint32_t set = known.key.name->set;
+  const int members = static_cast<int>(world_.oracle().RanksOf(set)->size());
+  agreements_.try_emplace(set, world_.WordOf(set), members);
+  agreeing_ = {key, &submission, known, {}};
+  Note(agreements_.at(set).Propose(known.round, known.id));
+  return true;
+}
+
+void Player::Note(Agreement::State state) {
+  const uint32_t set = agreeing_->known.key.name->set;
+  if (state == Agreement::State::kOpen) {
+    return world_.In(rank_, world_.random().Between(1, world_.scenario().think + 1), [this, set] {
+      Agreement& view = agreements_.at(set);
+      Note(world_.random().Percent(10) ? view.Decline() : view.Look());
+    });
+  }
+  const Agreeing over = *std::exchange(agreeing_, {});
+  if (state == Agreement::State::kAgreed) {
+    ++world_.totals().agreed;
+    OnWork({-++agreed_[set], set, {&over.known.key, 1}});
+    AfterCall();
+  } else {
+    ++world_.totals().declined;
+    CastVote(over.key, *over.submission);
+  }
+  for (const auto& what : over.held) what();
+  ScheduleAct();
+}
+
+bool Player::IsHeld(std::function<void()> what) {
+  if (agreeing_) agreeing_->held.push_back(std::move(what));
+  return agreeing_.has_value();
 }
 
 void Player::EndPhase() {
@@ -147,7 +195,7 @@ void Player::EndPhase() {
 }
 
 void Player::LeaveNow() {
-  if (failed_) return;
+  if (failed_ || IsHeld([this] { LeaveNow(); })) return;
   left_ = true;
   Tick();
   Check(negotiation_.Leave(), "leave");

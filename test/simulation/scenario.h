@@ -49,6 +49,7 @@ struct Scenario {
   int64_t stall_ns = 0;
   bool forgets = false;  ///< Idle ids and keys at once.
   bool repeats = false;  ///< Rounds of the same operations in the same order, with exceptions.
+  bool agrees = false;   ///< Sets share memory: ops/agreement.h.
   // Of the schedule.
   int link_delay = 1;
   int think = 1;

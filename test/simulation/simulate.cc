@@ -1,4 +1,5 @@
-// Runs many seeds: simulate [--seeds N] [--first S] [--faults 1 | --membership 1 [--print 1]]
+// Runs many seeds: simulate [--seeds N] [--first S]
+//     [--faults 1 | --agreements 1 | --membership 1 [--print 1]]
 
 #include <cstdint>
 #include <cstdio>
@@ -41,13 +42,14 @@ int RunAll(uint64_t first, uint64_t seeds,
 
 int main(int argc, char** argv) {
   namespace sim = farandole::simulation;
-  std::map<std::string, uint64_t> arguments = {
-      {"--seeds", 2000}, {"--first", 0}, {"--faults", 0}, {"--membership", 0}, {"--print", 0}};
+  std::map<std::string, uint64_t> arguments = {{"--seeds", 2000},   {"--first", 0},
+                                               {"--faults", 0},     {"--agreements", 0},
+                                               {"--membership", 0}, {"--print", 0}};
   for (int i = 1; i < argc; i += 2) {
     if (i + 1 == argc || !arguments.contains(argv[i])) {
       std::fprintf(stderr,
                    "usage: simulate [--seeds N] [--first S] "
-                   "[--faults 1 | --membership 1 [--print 1]]\n");
+                   "[--faults 1 | --agreements 1 | --membership 1 [--print 1]]\n");
       return 2;
     }
     arguments[argv[i]] = std::strtoull(argv[i + 1], nullptr, 10);
@@ -60,7 +62,8 @@ int main(int argc, char** argv) {
                                                 return sim::RunMembershipSeed(seed, t, prints);
                                               });
   }
-  return sim::RunAll<sim::Totals>(
-      first, seeds, sim::kTotals,
-      arguments["--faults"] != 0 ? sim::RunSeedWithFaults : sim::RunSeed);
+  return sim::RunAll<sim::Totals>(first, seeds, sim::kTotals,
+                                  arguments["--agreements"] != 0 ? sim::RunSeedWithAgreements
+                                  : arguments["--faults"] != 0   ? sim::RunSeedWithFaults
+                                                                 : sim::RunSeed);
 }

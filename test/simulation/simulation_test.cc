@@ -68,6 +68,17 @@ TEST_P(Faults, DoSoWithSeedsDrawnAnew) {
 
 INSTANTIATE_TEST_SUITE_P(Thousand, Faults, testing::Values(0, 1, 2));
 
+TEST(Agreements, AreTheSameWorkOnAllMembers) {
+  Totals totals;
+  for (uint64_t seed = 0; seed < 2 * kSeedsPerTest; ++seed) {
+    const std::optional<std::string> failure = RunSeedWithAgreements(seed, &totals);
+    ASSERT_FALSE(failure) << *failure << "\nagain: simulate --agreements 1 --seeds 1 --first "
+                          << seed;
+  }
+  EXPECT_GT(totals.agreed, kSeedsPerTest / 5);
+  EXPECT_GT(totals.declined, kSeedsPerTest / 5);
+}
+
 /// A rank was asked whether it is blocked, by a Tick, while it was about to act.
 TEST(OneSeed, CallsNoRankBlockedThatIsAboutToAct) {
   const std::optional<std::string> failure = RunSeedWithFaults(9016071);

@@ -169,4 +169,13 @@ std::optional<std::string> RunSeedWithFaults(uint64_t seed, Totals* totals) {
   return Play(scenario, DrawFaults(random, scenario), totals);
 }
 
+std::optional<std::string> RunSeedWithAgreements(uint64_t seed, Totals* totals) {
+  Scenario scenario = MakeScenario(seed);
+  scenario.agrees = true;
+  Random random(seed ^ 0xa9ee);
+  if (seed % 2 == 0) return Play(scenario, {}, totals);
+  SlowDown(scenario, 1'000);
+  return Play(scenario, DrawFaults(random, scenario), totals);
+}
+
 }  // namespace farandole::simulation

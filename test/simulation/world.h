@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "coordinator/protocol/negotiation.h"
+#include "ops/agreement.h"
 #include "test/simulation/oracle.h"
 #include "test/simulation/random.h"
 #include "test/simulation/scenario.h"
@@ -34,8 +35,10 @@ struct Totals {
   int64_t aborted = 0;
   int64_t reports = 0;
   int64_t joins = 0;
-  int64_t retired = 0;  ///< Ids, on each link.
-  int64_t known = 0;    ///< Decisions handed out with remembered batches.
+  int64_t retired = 0;   ///< Ids, on each link.
+  int64_t known = 0;     ///< Decisions handed out with remembered batches.
+  int64_t agreed = 0;    ///< Works that members agreed on without votes, and
+  int64_t declined = 0;  ///< ... those that they voted on after all.
   int64_t crashes = 0;
   int64_t stops = 0;
   int64_t lost = 0;      ///< Ranks that a final error named a crashed one to.
@@ -53,6 +56,8 @@ inline constexpr std::pair<const char*, int64_t Totals::*> kTotals[] = {
     {"stall reports", &Totals::reports},
     {"ids retired", &Totals::retired},
     {"known works", &Totals::known},
+    {"agreed works", &Totals::agreed},
+    {"declined works", &Totals::declined},
     {"events", &Totals::events},
     {"messages", &Totals::messages},
     {"bytes", &Totals::bytes},
@@ -91,6 +96,8 @@ class World {
     At(rank, now_ + delay, std::move(what));
   }
   void Send(int from, int to, std::vector<std::byte> bytes);
+  /// What the members of a set share.
+  Agreement::Word& WordOf(uint32_t set) { return words_[set]; }
 
   /// A batch reached the head of its queue on `rank`; it runs once all participants are there.
   /// `participants` is empty if this rank does not know them all.
@@ -127,6 +134,7 @@ class World {
     std::vector<int> participants;
   };
   std::map<std::tuple<uint32_t, int64_t, int32_t>, Meeting> meetings_;
+  std::map<uint32_t, Agreement::Word> words_;
   std::vector<std::unique_ptr<Player>> players_;
 };
 
@@ -135,5 +143,8 @@ std::optional<std::string> RunSeed(uint64_t seed, Totals* totals = nullptr);
 /// The same script, with crashes and stops, or with ranks that come to wait for one another; slow
 /// enough for ranks to ask who waits.
 std::optional<std::string> RunSeedWithFaults(uint64_t seed, Totals* totals = nullptr);
+/// The same script, where ranks that have nothing else in flight try to agree without votes; with
+/// an odd seed also with crashes and stops.
+std::optional<std::string> RunSeedWithAgreements(uint64_t seed, Totals* totals = nullptr);
 
 }  // namespace farandole::simulation

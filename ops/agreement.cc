@@ -1,0 +1,56 @@
+#include "ops/agreement.h"
+
+namespace farandole {
+
+/// A word of an earlier call is done with: all have agreed, or somebody has declined. Of one that
+/// looks like this call's and is complete, 2^31 rounds ago, nobody makes use.
+Agreement::State Agreement::Propose(int64_t round, uint32_t id) {
+  if (round != round_) {
+    round_ = round;
+    times_ = 0;
+    has_declined_ = false;
+  }
+  if (has_declined_ || times_ == kMostTimes || id > kMostId || members_ >= kCountMask)
+    return Settle(State::kDeclined);
+  const uint64_t call = static_cast<uint64_t>(round) << (kRoundBit - kTimeBit) | times_;
+  tag_ = TagOf(call << kTimeBit | uint64_t{id} << kIdBit);
+  uint64_t word = word_.load(std::memory_order_acquire);
+  for (;;) {
+    const bool is_this_call = CallOf(word) == CallOf(tag_ << kIdBit);
+    const uint64_t count = is_this_call ? word & kCountMask : 0;
+    if (is_this_call && ((word & kDeclinedBit) != 0 || count >= members_))
+      return Settle(State::kDeclined);
+    const bool is_other = is_this_call && TagOf(word) != tag_;
+    const uint64_t next = is_other ? word | kDeclinedBit : tag_ << kIdBit | (count + 1);
+    if (!word_.compare_exchange_weak(word, next, std::memory_order_acq_rel)) continue;
+    if (is_other) return Settle(State::kDeclined);
+    return count + 1 == members_ ? Settle(State::kAgreed) : State::kOpen;
+  }
+}
+
+Agreement::State Agreement::Look() {
+  const uint64_t word = word_.load(std::memory_order_acquire);
+  if (TagOf(word) != tag_) {
+    const bool is_next = CallOf(word) == CallOf(tag_ << kIdBit) + 1;
+    return Settle(is_next ? State::kAgreed : State::kDeclined);
+  }
+  if ((word & kDeclinedBit) != 0) return Settle(State::kDeclined);
+  return (word & kCountMask) == members_ ? Settle(State::kAgreed) : State::kOpen;
+}
+
+Agreement::State Agreement::Decline() {
+  uint64_t word = word_.load(std::memory_order_acquire);
+  while (TagOf(word) == tag_ && (word & kCountMask) < members_) {
+    if (word_.compare_exchange_weak(word, word | kDeclinedBit, std::memory_order_acq_rel))
+      return Settle(State::kDeclined);
+  }
+  return Look();
+}
+
+Agreement::State Agreement::Settle(State state) {
+  if (state == State::kAgreed) ++times_;
+  if (state == State::kDeclined) has_declined_ = true;
+  return state;
+}
+
+}  // namespace farandole
