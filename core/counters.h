@@ -20,7 +20,7 @@ enum class Counter : uint8_t {
   kControlBytesSent,  ///< Bytes of those sent.
   kWakeUps,           ///< Times a sleeping thread was woken (futex wakes paid for).
   kEngineLoops,       ///< Times the engine looked for work.
-  kDecisions,         ///< Decisions applied.
+  kDecisions,         ///< Decisions applied, and agreements.
   kBatches,           ///< Batches started.
   kTensors,           ///< Tensors in those batches; tensors / batches is the mean batch.
   kBatchBytes,        ///< Bytes of tensor data in those batches.

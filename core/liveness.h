@@ -26,6 +26,8 @@ class Liveness {
   /// The process of `rank` has ended, well or not: nobody reads what is sent to it.
   virtual void NoteEnd(int rank) = 0;
   virtual bool HasEnded(int rank) const = 0;
+  /// Its process is stopped by a signal, for a time that a rank may be; or is so no more.
+  virtual void NoteStopped(int rank, bool is_stopped) = 0;
 
   /// How often somebody has noted or heard something so far.
   int news() const { return news_.load(std::memory_order_acquire); }

@@ -13,6 +13,9 @@ namespace farandole {
 /// for that number, and adds one to the count in the word; with the last one all have agreed. Who
 /// waits no longer declines, unless all have: then nobody agrees, and all vote.
 ///
+/// A member that has waited in vain proposes nothing for some rounds, ever more each time, up to
+/// 63, and says so in the word: whoever never comes costs the others little.
+///
 /// Why this decides alike for all: the count and the sign that somebody has declined are one word,
 /// so one change comes first. The next number is proposed only by who knows that all have agreed,
 /// so a member that finds it there knows it, too; nobody comes further without that member.
@@ -52,7 +55,9 @@ class Agreement {
   int64_t round_ = -1;
   uint64_t times_ = 0;         // agreed since the round
   bool has_declined_ = false;  // the members vote next
-  uint64_t tag_ = 0;           // of the proposal
+  int misses_ = 0;             // proposals in a row for which this member waited in vain
+  int rounds_to_skip_ = 0;
+  uint64_t tag_ = 0;  // of the proposal
 };
 
 }  // namespace farandole

@@ -25,7 +25,7 @@ constexpr int64_t kAnnouncedNs = 5 * kNsPerSecond;
 // that it relays, and long enough for as many ranks as share a core to come to it.
 constexpr int64_t kAgreeNs = 100 * kNsPerUs;
 // On other cores they are there in less, if they come at once; later one may wait for this core.
-constexpr int64_t kPauseNs = 4 * kNsPerUs;
+constexpr int64_t kAgreeSpinNs = 4 * kNsPerUs;
 constexpr int kLooks = 16;  // between two looks at the clock
 
 // The earlier of two waits, where a negative one means "no limit".
@@ -124,26 +124,36 @@ bool EngineLoop::TakeSubmissions(int64_t* wake_in_ns) {
   // After an idle time the negotiation's clock is as old as the last iteration's. No Tick, which
   // may ask IsBlocked, while submissions are in neither table.
   negotiation_.SetTime(now_ns_);
-  if (oldest->next == nullptr && RunAgreed(*oldest)) return true;
-  SubmitAll(oldest);
+  if (oldest->next != nullptr || !MayAgree(*oldest)) {
+    SubmitAll(oldest);
+  } else {
+    Started(*oldest);
+    if (!RunAgreed(*oldest)) CastVote(*oldest);
+  }
   return true;
 }
 
-// An operation that has been decided before, and that this rank's caller waits for while nothing
-// else is in flight: where the other ranks of the set, on this host, come soon and all agree, it
-// runs as if it had been decided. @return whether it does.
+// An operation whose caller waits, while nothing else of this rank is in flight, and that has run
+// before, or its key would be another operation's.
+bool EngineLoop::MayAgree(const Operation& operation) const {
+  return runner_ == Runner::kWaiter && operation.is_awaited && executor_.Idle() && !is_failing_ &&
+         !lifecycle_.failed() && operations_.Find(operation.key) == &operation &&
+         operation.signature.device == DeviceKind::kCpu;
+}
+
+// Where the other ranks of the set, on this host, come soon and all agree, it runs as if it had
+// been decided. @return whether it does.
 bool EngineLoop::RunAgreed(Operation& operation) {
-  const bool may_agree =
-      runner_ == Runner::kWaiter && operation.is_quiet && executor_.Idle() && !is_failing_ &&
-      !lifecycle_.failed() && !submissions_.IsJoin(operation) && !submissions_.IsLeave(operation) &&
-      operation.key != Operation::kUnknownKey && operation.signature.device == DeviceKind::kCpu;
-  if (!may_agree || operations_.Find(operation.key) != &operation) return false;
   Agreement* const agreement = executor_.AgreementOf(operation.name.set);
   if (agreement == nullptr) return false;
   const Negotiation::Known known =
       negotiation_.FindKnown(operation.key, operation.signature, operation.vote);
-  if (known.id == kNoId || !AllAgree(*agreement, known)) return false;
-  Started(operation);
+  if (known.id == kNoId) return false;
+  const bool is_agreed = AllAgree(*agreement, known);
+  now_ns_ = parts_.clock->NowNs();
+  negotiation_.SetTime(now_ns_);
+  if (!is_agreed) return false;
+  negotiation_.NoteAgreed(known);
   parts_.counters->Add(Counter::kAgreements);
   OnWork({0, operation.name.set, {&known.key, 1}});
   return true;
@@ -156,9 +166,10 @@ bool EngineLoop::AllAgree(Agreement& agreement, const Negotiation::Known& known)
   for (int looks = 1; state == Agreement::State::kOpen; ++looks) {
     yields ? std::this_thread::yield() : Pause();
     state = agreement.Look();
-    if (state != Agreement::State::kOpen || looks % kLooks != 0) continue;
+    const bool looks_again = !yields && looks % kLooks != 0;
+    if (state != Agreement::State::kOpen || looks_again) continue;
     const int64_t waited_ns = parts_.clock->NowNs() - now_ns_;
-    yields = yields || waited_ns >= kPauseNs;
+    yields = yields || waited_ns >= kAgreeSpinNs;
     if (waited_ns >= kAgreeNs) state = agreement.Decline();
   }
   return state == Agreement::State::kAgreed;
@@ -180,6 +191,10 @@ void EngineLoop::Submit(Operation& operation) {
   if (submissions_.IsJoin(operation) || submissions_.IsLeave(operation))
     return SubmitChange(operation);
   Started(operation);
+  CastVote(operation);
+}
+
+void EngineLoop::CastVote(Operation& operation) {
   if (lifecycle_.failed()) return Complete(operation, lifecycle_.final_error());
   if (operation.key == Operation::kUnknownKey) operation.key = negotiation_.Intern(operation.name);
   operations_.Bind(operation);

@@ -44,8 +44,8 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
     int64_t sleep_ns =
         -1;  ///< Nothing to do for so long unless the doorbell rings; -1: without limit.
   };
-  /// Whose thread runs it: only the engine's may touch a GPU, and only one that waits for what it
-  /// has submitted may wait in here, for some us.
+  /// Whose thread runs it: only the engine's may touch a GPU, and only a caller that waits, for
+  /// what it has submitted or others have, may wait in here, for some us.
   enum class Runner : uint8_t { kEngine, kCaller, kWaiter };
   Outcome RunOnce(Runner runner);
   /// Time of the last RunOnce.
@@ -99,6 +99,8 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   bool TakeSubmissions(int64_t* wake_in_ns);
   void SubmitAll(Operation* oldest);
   void Submit(Operation& operation);
+  void CastVote(Operation& operation);
+  bool MayAgree(const Operation& operation) const;
   bool RunAgreed(Operation& operation);
   bool AllAgree(Agreement& agreement, const Negotiation::Known& known) const;
   void Started(Operation& operation);

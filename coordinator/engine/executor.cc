@@ -523,9 +523,11 @@ int64_t Executor::TimeoutOf(const Running& run) const {
 }
 
 Status Executor::DescribeTimeout(const Running& run) const {
-  std::string text = std::string(Name(run.batch.kind)) + " batch " +
-                     std::to_string(run.batch.number) + "." + std::to_string(run.batch.index) +
-                     " of " + std::to_string(run.segments.size()) + " tensors";
+  const std::string which = run.batch.number == 0 ? "agreed on without votes,"
+                                                  : std::to_string(run.batch.number) + "." +
+                                                        std::to_string(run.batch.index);
+  std::string text = std::string(Name(run.batch.kind)) + " batch " + which + " of " +
+                     std::to_string(run.segments.size()) + " tensors";
   const bool on_gpu = run.sizes.is_known && run.batch.device == DeviceKind::kCuda;
   FailureFacts facts;
   if (!run.operations.empty()) facts.tensor = run.operations.front()->name.name;

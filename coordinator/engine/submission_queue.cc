@@ -17,7 +17,7 @@ std::shared_ptr<Work> SubmissionQueue::Submit(ClaimedOperation& claimed,
   if (out.empty()) std::fill(operation.out.begin(), operation.out.end(), nullptr);
   operation.vote = vote;
   operation.failure = Status();
-  operation.is_quiet = !notify;
+  operation.is_awaited = !notify;
   operation.work = std::make_shared<Work>();
   if (RowsMayDiffer(operation.name.kind)) {
     operation.work->MakeRoomForRows(operation.rows.size(), operation.ranks);

@@ -233,10 +233,16 @@ bool PeerWatch::CheckPulse(Peer& peer, int64_t period_ns) {
   const uint32_t beats = peer.pulse->beats.load(std::memory_order_acquire);
   const bool is_silent = beats != 0 && beats == peer.beats;
   peer.beats = beats;
-  if (!is_silent || patience_ns_ == 0) return false;
+  if (patience_ns_ == 0) return false;
+  if (!is_silent) {
+    if (peer.silent_ns > 0) table_.NoteStopped(peer.rank, false);
+    return false;
+  }
   peer.silent_ns += period_ns;
-  if (peer.silent_ns < patience_ns_) return true;
+  if (peer.silent_ns < patience_ns_ / 2) return true;
   const char state = StateOfThread(peer.pid, peer.pulse->thread.load(std::memory_order_relaxed));
+  table_.NoteStopped(peer.rank, state == 'T');
+  if (peer.silent_ns < patience_ns_) return true;
   const std::string since = "; it has not run for " + InSeconds(peer.silent_ns);
   if (state == 'T') {
     Lose(peer, "is stopped (SIGSTOP or Ctrl-Z)" + since, {.kind = FailureKind::kStopped});

@@ -60,6 +60,13 @@ bool LivenessTable::HasEnded(int rank) const {
   return found != findings_.end() && found->second.has_ended;
 }
 
+// Its peers do not look at the same time. One that has lost it ends the generation, and the others
+// are to know why before they would have lost it themselves.
+void LivenessTable::NoteStopped(int rank, bool is_stopped) {
+  const std::lock_guard lock(mutex_);
+  findings_[rank].is_stopped = is_stopped;
+}
+
 void LivenessTable::NoteParting(const Status& why) {
   const std::lock_guard lock(mutex_);
   if (RankOf(why) != kHere) findings_[RankOf(why)].parting = why;
@@ -70,6 +77,8 @@ LivenessTable::Absent LivenessTable::absent() const {
   Absent absent;
   for (const auto& [rank, finding] : findings_) {
     if (rank == kHere) continue;
+    const bool is_lost = !finding.error.ok() || finding.has_ended;
+    if (!is_lost && finding.is_stopped) absent.silent.push_back(rank);
     switch (finding.error.facts().kind) {
       case FailureKind::kKilled:
       case FailureKind::kExited:

@@ -42,6 +42,7 @@ class LivenessTable final : public Liveness {
   void Hear(std::span<const std::byte> failure) override;
   void NoteEnd(int rank) override;
   bool HasEnded(int rank) const override;
+  void NoteStopped(int rank, bool is_stopped) override;
   /// What all ranks have decided to end with, each by itself.
   void NoteAgreed(const Status& error);
   /// Why a rank has left, as it said itself. The job goes on; should it end by this rank, this is
@@ -59,7 +60,7 @@ class LivenessTable final : public Liveness {
   /// is gone says nothing: its rank may have ended the generation first.
   struct Absent {
     std::vector<int> ended;    ///< A kernel has seen the end of the process, or it has said so.
-    std::vector<int> silent;   ///< Stopped or frozen.
+    std::vector<int> silent;   ///< Stopped or frozen; also for less long than makes it lost.
     std::vector<int> cut_off;  ///< Nothing comes from there: so may it be with all of that host.
   };
   Absent absent() const;
@@ -71,6 +72,7 @@ class LivenessTable final : public Liveness {
     int64_t since_ns = 0;  // the first finding about this rank, or when it was heard; SteadyClock
     Status parting = {};
     bool has_ended = false;
+    bool is_stopped = false;
   };
 
   void Add(const Status& error, Clarity clarity);

@@ -121,7 +121,6 @@ Result<SetState*> Applier::FindDecided(uint32_t uid, const DownMessage& message)
   const bool is_own = LevelOfNumber(message.number) == node_.sets.depth();
   if (is_live && is_own == set->IsDecidedHere()) {
     set->last_number = message.number;
-    if (message.type != DownType::kRetire) set->last_round = message.number;
     return set;
   }
   return Broke("a decision about process set " + std::to_string(uid) +
@@ -173,6 +172,9 @@ Status Applier::ApplyWork(const DownMessage& message) {
     if (key.signature->device == decided_.front().signature->device) continue;
     return Broke(Describe(*key.name) + ": decided with tensors on another kind of device");
   }
+  // A step is always alone. Nobody waits for it, so it says nothing of what its members have run.
+  const bool is_step = !decided_.empty() && decided_.front().name->kind == OpKind::kStep;
+  if (!is_step) set->last_round = message.number;
   TrackBatches(message, *set);
   KnowRepeated(message, *set);
   return {};
@@ -391,6 +393,7 @@ Status Applier::EndOwn(const DownMessage& message, const Status& status) {
   const Result<SetState*> found = FindDecided(message.key.set, message);
   if (!found.ok()) return found.status();
   SetState* const set = found.value();
+  set->last_round = message.number;
   FARANDOLE_RETURN_IF_ERROR(tally_.CloseRound(key, *set));
   if (TakePending(key)) ended_.emplace_back(id, status);
   return {};

@@ -239,15 +239,21 @@ Negotiation::Known Negotiation::FindKnown(KeyId id, const Signature& signature, 
   NodeState& node = components_->node;
   Key& key = node.keys.Peek(id);
   const SetState* const set = node.sets.Find(key.name.set);
-  const bool is_quiet = node.pending == 0 && set != nullptr && set->live && set->member &&
-                        set->joined == 0 && !node.leaves && fault().ok();
-  if (!is_quiet || !IsPlain(vote) || vote.step.step > 0) return {};
+  const bool may_agree = node.pending == 0 && set != nullptr && set->live && set->member &&
+                         set->joined == 0 && !node.leaves && fault().ok();
+  if (!may_agree || !IsPlain(vote) || vote.step.step > 0) return {};
   const CachedSignature* const cached = node.keys.Match(key, signature);
   if (cached == nullptr || !HasKnownRows(node, *set, *cached, vote.rows)) return {};
   key.NameAfter(signature);
   return {IndexOfId(cached->id),
           set->last_round,
           {id, true, &key.name, &cached->signature, {}, &kNone, cached->rows}};
+}
+
+void Negotiation::NoteAgreed(const Known& known) {
+  NodeState& node = components_->node;
+  node.keys.Peek(known.key.key).is_idle = false;
+  for (const auto& one : node.observers) one->OnSubmitted(known.key.key);
 }
 
 /// Sent at once, even with submissions pending. If it were held back until they end, other ranks

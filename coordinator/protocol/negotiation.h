@@ -48,6 +48,8 @@ class Negotiation {
   /// This rank is about to submit `key`, and has nothing else pending.
   /// @return id kNoId unless an id says all of this vote, and all members are there.
   Known FindKnown(KeyId key, const Signature& signature, const Vote& vote);
+  /// The members have agreed on it, and this rank runs it instead of submitting it.
+  void NoteAgreed(const Known& known);
   /// This rank is absent for everything it has not submitted, until OnJoinDone. When the global set
   /// ends first (a rank has left), OnJoinDone never comes and the rank stays absent elsewhere.
   /// @return InvalidArgument if joined or left; Aborted if the global set has ended.

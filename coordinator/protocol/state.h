@@ -135,7 +135,7 @@ struct SetState {
   int32_t contributors = 0;      // branches with members
   int32_t joined = 0;            // contributors that have joined entirely
   int64_t last_number = 0;       // of the last decision about the set applied here
-  int64_t last_round = 0;        // of the last one for which all members have voted or joined
+  int64_t last_round = 0;        // of the last one that ended what members may wait for
 
   // Ids that are retired (docs/protocol.md, "Ids"), the decision's number, and the branches
   // that may still vote by them. One decision of a set at a time.

@@ -19,7 +19,6 @@ constexpr int64_t kMediumChunks = 2;
 /// slot, over its contribution to its own shard, which nobody else reads, and copies all shards'
 /// results out. A batch of which nobody reads more than kOneShotBytes of its peers is one-shot:
 /// every member reduces everything, in the same order, to the same bits, which saves a round trip.
-/// So is one of two members that fits into a slot: either way as many bytes pass between them.
 ///
 /// Where the tensors of all members lie in buffers (SharedMemory), they are not copied: each member
 /// reads its shard of the whole batch from all tensors and writes the result to all of them, in two
@@ -70,8 +69,7 @@ class SharedMemoryAllreduce final : public SharedMemoryCollective {
 
 int64_t SharedMemoryAllreduce::Prepare() {
   const int64_t bytes = batch_->count * wire_bytes_;
-  const bool is_small = bytes * (members() - 1) <= kOneShotBytes || members() == 2;
-  one_shot_ = is_small && bytes <= slots_->layout().slot_bytes;
+  one_shot_ = bytes * (members() - 1) <= kOneShotBytes && bytes <= slots_->layout().slot_bytes;
   is_agreed_ = in_place_ = false;
   reduce_cursor_ = pack_cursor_;
   tensors_.resize(static_cast<size_t>(members()));
@@ -224,7 +222,7 @@ bool SharedMemoryAllreduce::AdvanceSharded() {
   if (consumed_ < reduced_ && slots_->AllReached(Stage::kReduced, consumed_ + 1)) {
     CopyResultOut();
     slots_->Publish(Stage::kConsumed, ++consumed_);
-    if (AreLongest() && my_index() == 0) TimeChunk();
+    if (HasLongestChunks() && my_index() == 0) TimeChunk();
   } else if (reduced_ < packed_ && slots_->AllReached(Stage::kPacked, reduced_ + 1, present_)) {
     ReduceShard();
     slots_->Publish(Stage::kReduced, ++reduced_);
@@ -269,10 +267,9 @@ void SharedMemoryAllreduce::PackChunk() {
 
 void SharedMemoryAllreduce::PackSlice(std::byte* slot, Slice slice) {
   const int64_t end = slice.begin + slice.count;
-  const bool is_cached = one_shot_ && slice.count * wire_bytes_ <= kOneShotBytes;
   for (int64_t at = slice.begin; at < end;) {
     const Run run = pack_cursor_.Next(end - at);
-    WriteSlot(slot + at * wire_bytes_, run, !is_cached && StreamsSlots());
+    WriteSlot(slot + at * wire_bytes_, run, !one_shot_ && StreamsSlots());
     at += run.count;
   }
 }

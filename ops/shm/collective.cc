@@ -71,7 +71,7 @@ int64_t SharedMemoryCollective::PrepareChunks(int64_t parts, int64_t least_bytes
   const int64_t spread = (batch_->count * wire_bytes_ + row - 1) / row * kSliceAlign;
   most_bytes = std::min(most_bytes, slots_->layout().slot_bytes);
   chunk_elements_ = std::min(std::max(spread, least_bytes), most_bytes) / wire_bytes_;
-  are_longest_ = chunk_elements_ * wire_bytes_ >= most_bytes;
+  has_longest_chunks_ = chunk_elements_ * wire_bytes_ >= most_bytes;
   step_bytes_ = std::min(batch_->count, chunk_elements_) * wire_bytes_;
   return (batch_->count + chunk_elements_ - 1) / chunk_elements_;
 }

@@ -71,7 +71,7 @@ class SharedMemoryCollective : public CpuCollective {
   int64_t PrepareChunks(int64_t parts, int64_t least_bytes, int64_t most_bytes);
   int64_t ChunkCount(uint64_t chunk) const;
   /// Whether its chunks can be timed: shorter ones cannot be compared with those of other batches.
-  bool AreLongest() const { return are_longest_; }
+  bool HasLongestChunks() const { return has_longest_chunks_; }
 
   SharedMemorySet& set() const { return static_cast<SharedMemorySet&>(*set_); }
   bool SlotIsFree();
@@ -84,15 +84,15 @@ class SharedMemoryCollective : public CpuCollective {
   /// Present members' slots of `chunk`, from element `offset` on. With `own`, this member's
   /// contribution is read from there.
   std::span<const void* const> Sources(uint64_t chunk, int64_t offset, const std::byte* own);
-  /// Member 0, after each chunk of a whole slot that it consumed: measures it for the chooser.
+  /// Member 0, after each of the longest chunks that it consumed: measures it for the chooser.
   void TimeChunk();
 
   SharedSlots* slots_ = nullptr;
   SegmentCursor pack_cursor_;
   SegmentCursor out_cursor_;
-  int64_t chunk_elements_ = 0;  // most elements of a chunk; variable-size: of a slice
-  bool are_longest_ = false;    // chunks are as long as they ever are in this kind
-  int64_t step_bytes_ = 0;      // about what a stage of a chunk moves
+  int64_t chunk_elements_ = 0;       // most elements of a chunk; variable-size: of a slice
+  bool has_longest_chunks_ = false;  // as long as they ever are in this kind
+  int64_t step_bytes_ = 0;           // about what a stage of a chunk moves
   // Numbers of chunks, counted from the set's first batch: where the batch begins and ends, and
   // how many this member has packed, reduced and consumed.
   uint64_t first_ = 0;

@@ -67,6 +67,7 @@ class Ear final : public Liveness {
   }
   void NoteEnd(int) override {}
   bool HasEnded(int) const override { return false; }
+  void NoteStopped(int, bool) override {}
   std::string heard;
   std::atomic<uint32_t> count{0};
 };

@@ -32,6 +32,12 @@ break_rule("kRefuseEarly and kSendKeyPerVote" vote_tally.cc
   if (!early && !IsComplete(round, set)) return;
 ]=])
 
+break_rule(kStepsAreRounds applier.cc
+[=[  if (!is_step) set->last_round = message.number;
+]=]
+[=[  if (!is_step || Broken(kStepsAreRounds)) set->last_round = message.number;
+]=])
+
 break_rule(kFreeIdsAtOnce applier.cc
 [=[  if (set.awaited > 0) return;
 ]=]

@@ -30,6 +30,8 @@ enum BrokenRule : uint32_t {
   kJoinEndOvertakes = 1u << 10,      ///< Pass a JoinDone on before what is ready here.
   kFreeIdsAtOnce = 1u << 11,         ///< Free retired ids while votes by them are on their way.
 
+  kStepsAreRounds = 1u << 27,  ///< A step, which nobody waits for, begins a new round.
+
   kHalfWithoutFirst = 1u << 12,     ///< Half of the voters go on without the first one.
   kDeathsShrinkQuorums = 1u << 13,  ///< A majority of those that live is enough.
   kSuspectsAreDead = 1u << 14,      ///< Who cannot be reached counts as dead.

@@ -197,6 +197,11 @@ void Player::CheckPlans(const WorkDecision& work, std::span<const BatchPlan> for
 }
 
 void Player::OnWork(const WorkDecision& work) {
+  // Alone, and without a batch: before or after what members agree on.
+  if (work.keys.front().name->kind == OpKind::kStep) {
+    has_announced_ = false;
+    return;
+  }
   size_t count = 0;
   FormBatches(work, world_.scenario().FusionThreshold(work.device()), plans_, &count);
   CheckPlans(work, std::span(plans_).first(count));
@@ -306,6 +311,10 @@ void Player::FinishBatch(int64_t number, int32_t index) {
 }
 
 void Player::OnEnded(KeyId key, const Status& status) {
+  if (negotiation_.NameOf(key).kind == OpKind::kStep) {
+    has_announced_ = false;
+    return;
+  }
   const auto it = pending_.find(key);
   if (it == pending_.end()) {
     return world_.oracle().Fail("rank " + std::to_string(rank_) + ": " +

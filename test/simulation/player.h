@@ -112,6 +112,7 @@ class Player final : public NegotiationListener, private DetectorListener {
   void Submit(int op);
   void CastVote(KeyId key, const Submission& submission);
   bool Agrees(KeyId key, Submission& submission);
+  void AnnounceStep();
   void Note(Agreement::State state);
   bool IsHeld(std::function<void()> what);
   void EndPhase();
@@ -166,6 +167,7 @@ class Player final : public NegotiationListener, private DetectorListener {
   std::map<uint32_t, Agreement> agreements_;  // by set
   std::map<uint32_t, int64_t> agreed_;        // works
   std::optional<Agreeing> agreeing_;
+  bool has_announced_ = false;  // a step, for which nobody waits
 };
 
 }  // namespace farandole::simulation

@@ -92,6 +92,7 @@ void Player::ActOnce() {
   const int leave = s.leave_at[static_cast<size_t>(rank_)];
   if (leave >= 0 && head_ >= leave) return LeaveNow();
   if (head_ >= Limit()) return EndPhase();
+  if (s.agrees && world_.random().Percent(20)) AnnounceStep();
   if (SubmitOne()) ScheduleAct();
 }
 
@@ -137,6 +138,20 @@ void Player::CastVote(KeyId key, const Submission& submission) {
   AfterCall();
 }
 
+/// As an optimizer after its step. Its decision may come at any time.
+void Player::AnnounceStep() {
+  if (has_announced_ || join_void_) return;
+  has_announced_ = true;
+  Signature signature;
+  signature.kind = OpKind::kStep;
+  Vote vote;
+  vote.step.step = 1;
+  Tick();
+  const KeyId key = negotiation_.Intern({kGlobalSet, OpKind::kStep, "step"});
+  Check(negotiation_.Submit(key, signature, vote), "submit a step");
+  AfterCall();
+}
+
 /// As EngineLoop::RunAgreed. @return whether this rank waits for the others now, or they agree.
 bool Player::Agrees(KeyId key, Submission& submission) {
   const bool is_alone = pending_.size() == 1 && std::ranges::all_of(queues_, [](const auto& q) {
@@ -158,7 +173,10 @@ bool Player::Agrees(KeyId key, Submission& submission) {
 void Player::Note(Agreement::State state) {
   const uint32_t set = agreeing_->known.key.name->set;
   if (state == Agreement::State::kOpen) {
-    return world_.In(rank_, world_.random().Between(1, world_.scenario().think + 1), [this, set] {
+    Random& random = world_.random();
+    const int soon = random.Between(1, world_.scenario().think + 1);
+    const int64_t later = random.Percent(20) ? int64_t{soon} * 200 : soon;  // it loses its core
+    return world_.In(rank_, later, [this, set] {
       Agreement& view = agreements_.at(set);
       Note(world_.random().Percent(10) ? view.Decline() : view.Look());
     });

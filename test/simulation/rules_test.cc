@@ -22,6 +22,7 @@ namespace farandole::simulation {
 namespace {
 
 std::optional<std::string> Negotiate(uint64_t seed) { return RunSeed(seed); }
+std::optional<std::string> Agree(uint64_t seed) { return RunSeedWithAgreements(seed); }
 std::optional<std::string> Recover(uint64_t seed) { return RunMembershipSeed(seed); }
 
 /// A rule of docs/protocol.md or of coordinator/membership/README.md, a seed that fails without it,
@@ -35,6 +36,7 @@ struct Needed {
 };
 
 constexpr Needed kNeeded[] = {
+    {"AStepIsNoRound", kStepsAreRounds, 3610, "differs on rank", Agree},
     {"RefusingWaitsForAllMembers", kRefuseEarly, 157, "deadlock"},
     {"AKeyGoesUpOnceWhenAllBelowVoted", kSendKeyPerVote, 13, "decided but not submitted"},
     {"TheAbsentSetTravelsWithTheVote", kDeriveAbsentFromJoined, 2, "other contributions of rank"},

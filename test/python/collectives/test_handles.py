@@ -296,7 +296,7 @@ def test_a_steady_gather_takes_as_many_messages_as_an_allreduce(monkeypatch):
     counted_by_all = threading.Barrier(3)  # a rank that leaves is a message more
 
     def messages_of(call):
-        """Of 50 calls and a barrier, after a few others."""
+        """Of 50 calls, for which all vote, and a barrier, after a few others."""
         for _ in range(3):
             call()
         before = sent_until_a_barrier()
@@ -308,8 +308,8 @@ def test_a_steady_gather_takes_as_many_messages_as_an_allreduce(monkeypatch):
 
     def body(rank):
         rows, full = np.full((rank + 1, 2), rank), np.ones(4)
-        gathers = messages_of(lambda: fl.allgather(rows, name="gather"))
-        return gathers, messages_of(lambda: fl.allreduce(full, name="reduce"))
+        gathers = messages_of(lambda: fl.synchronize(fl.allgather_async(rows, name="gather")))
+        return gathers, messages_of(lambda: fl.synchronize(fl.allreduce_async(full, name="reduce")))
 
     for rank, (gathers, reductions) in enumerate(run_threads(3, body)):
         for sent in (gathers, reductions):

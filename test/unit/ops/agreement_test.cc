@@ -152,6 +152,27 @@ TEST(Agreement, VotesWhereTheWordIsTooSmall) {
   EXPECT_EQ(a.Propose(3, 1), State::kAgreed);
 }
 
+// One that never comes is waited for ever more rarely, and who does not propose says so.
+TEST(Agreement, IsNotTriedOftenInVain) {
+  Agreement::Word word{0};
+  Agreement a(word, 2), b(word, 2);
+  int waits = 0;
+  int64_t round = 1;
+  for (; round <= 200; ++round) {
+    if (a.Propose(round, 1) != State::kOpen) {
+      EXPECT_EQ(b.Propose(round, 1), State::kDeclined) << "at once";
+      continue;
+    }
+    ++waits;
+    EXPECT_EQ(a.Decline(), State::kDeclined);
+  }
+  EXPECT_EQ(waits, 8);  // after 1, 3, 7, 15, 31, 63 and 63 rounds
+  while (a.Propose(round, 1) == State::kDeclined) ++round;
+  EXPECT_EQ(b.Propose(round, 1), State::kAgreed);
+  EXPECT_EQ(a.Look(), State::kAgreed);
+  EXPECT_EQ(a.Propose(++round, 1), State::kOpen) << "in the next round";
+}
+
 // Two threads, each of which gives up now and then.
 TEST(Agreement, HoldsBetweenThreads) {
   Agreement::Word word{0};

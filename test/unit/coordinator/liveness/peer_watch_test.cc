@@ -18,7 +18,9 @@
 namespace farandole {
 namespace {
 
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 
 /// A process that lives until it is killed.
 class Child {
@@ -157,6 +159,20 @@ TEST_F(PulseTest, OfAStoppedProcessEndsAndThenItIsLost) {
   EXPECT_TRUE(table_.HasEnded(3));
   EXPECT_EQ(table_.news(), 1) << "who is killed later is not lost twice";
   EXPECT_EQ(table_.Judge().error.message(), text);
+}
+
+TEST_F(PulseTest, OfAStoppedProcessIsMissedByWhoEndsForAnotherReasonMeanwhile) {
+  Stop();
+  Watch(5);
+  EXPECT_THAT(table_.absent().silent, IsEmpty());
+  Watch(1);
+  EXPECT_THAT(table_.absent().silent, ElementsAre(3));
+  EXPECT_EQ(table_.news(), 0);
+  table_.Note(LostConnection(2, 4, "connection", "reset"));
+  EXPECT_THAT(table_.absent().silent, ElementsAre(3));
+  ++pulses_[1].beats;
+  Watch(1);
+  EXPECT_THAT(table_.absent().silent, IsEmpty()) << "it goes on";
 }
 
 TEST_F(PulseTest, OfARunningProcessKeepsIt) {
