@@ -286,13 +286,12 @@ void MemberService::EndIfComplete() {
   EndWith(running_.losses ? running_.losses() : Losses());
 }
 
+// Others' reports may end it first, when the program has let go of its engine and has yet to say
+// what that knows.
 void MemberService::EndWith(const Losses& losses) {
   is_ending_ = false;
-  if (std::exchange(has_ended_, true)) {
-    machine_->Died(losses.dead);
-  } else {
-    machine_->Ended(losses.dead, losses.suspects);
-  }
+  if (std::exchange(has_ended_, true)) machine_->Died(losses.dead);
+  machine_->Ended(losses.dead, losses.suspects);
 }
 
 void MemberService::SayLeave() {
