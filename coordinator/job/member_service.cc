@@ -286,7 +286,7 @@ void MemberService::EndIfComplete() {
   EndWith(running_.losses ? running_.losses() : Losses());
 }
 
-// Others' reports may end it first, when the program has let go of its engine and has yet to say
+// Others' reports may end it first, when the program has released its engine and has yet to say
 // what that knows.
 void MemberService::EndWith(const Losses& losses) {
   is_ending_ = false;
