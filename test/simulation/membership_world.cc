@@ -553,7 +553,10 @@ void MembershipWorld::CheckHalt(int index, const std::string& text) {
   for (const auto& [number, generation] : generations_) {
     const MemberList& list = generation.list;
     const auto lives = [&](int at) { return !process(at).is_dead; };
-    const bool is_known = number > last.generation && std::ranges::any_of(generation.begun, lives);
+    // The last one that is left may know it of somebody who is dead.
+    const bool is_told = connected.size() == 1 && !generation.begun.empty();
+    const bool is_known =
+        number > last.generation && (is_told || std::ranges::any_of(generation.begun, lives));
     if (number != last.generation && !is_known) continue;
     int count = 0, present = 0, lost = 0;
     std::set<MemberId> both;

@@ -94,6 +94,7 @@ def explained(folder, capsys):
 def test_after_a_death_each_rank_has_a_file_and_they_name_the_dead(tmp_path, capsys):
     script = """
 if fl.rank() == 1:
+    time.sleep(1)  # until the others wait
     os.kill(os.getpid(), signal.SIGKILL)
 fl.allreduce(np.ones(4, np.float32), name="y")
 """
