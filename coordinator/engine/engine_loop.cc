@@ -24,6 +24,7 @@ constexpr int64_t kAnnouncedNs = 5 * kNsPerSecond;
 // So long a rank waits for the others of its host before it votes: not at the cost of the messages
 // that it relays, and long enough for as many ranks as share a core to come to it.
 constexpr int64_t kAgreeNs = 100 * kNsPerUs;
+constexpr int64_t kCrowdedAgreeNs = 500 * kNsPerUs;  // without a core for each
 // On other cores they are there in less, if they come at once; later one may wait for this core.
 constexpr int64_t kAgreeSpinNs = 4 * kNsPerUs;
 constexpr int kLooks = 16;  // between two looks at the clock
@@ -57,6 +58,7 @@ EngineLoop::EngineLoop(const EngineOptions& options, const EngineParts& parts,
       callbacks_(shared.callbacks),
       longest_spread_ns_(options.longest_spread_ns),
       has_own_core_(options.spin_ns > 0),
+      agree_ns_(has_own_core_ ? kAgreeNs : kCrowdedAgreeNs),
       negotiation_(options.negotiation, *this, parts.observe_negotiation),
       executor_(ExecutorOptions(options), parts.planes, *parts.counters, *this, shared.memory),
       coalescer_(*parts.transport, *parts.counters, shared.liveness),
@@ -155,6 +157,7 @@ bool EngineLoop::RunAgreed(Operation& operation) {
   if (!is_agreed) return false;
   negotiation_.NoteAgreed(known);
   parts_.counters->Add(Counter::kAgreements);
+  agreed_ns_ = now_ns_;
   OnWork({0, operation.name.set, {&known.key, 1}});
   return true;
 }
@@ -170,7 +173,7 @@ bool EngineLoop::AllAgree(Agreement& agreement, const Negotiation::Known& known)
     if (state != Agreement::State::kOpen || looks_again) continue;
     const int64_t waited_ns = parts_.clock->NowNs() - now_ns_;
     yields = yields || waited_ns >= kAgreeSpinNs;
-    if (waited_ns >= kAgreeNs) state = agreement.Decline();
+    if (waited_ns >= agree_ns_) state = agreement.Decline();
   }
   return state == Agreement::State::kAgreed;
 }
@@ -282,6 +285,8 @@ bool EngineLoop::RunBatches() {
 // transports that have to be polled, progress deadlines, and the negotiation's times.
 int64_t EngineLoop::SleepFor(int64_t wake_in_ns) {
   const bool busy = negotiation_.Busy() || !executor_.Idle();
+  // All members are in this call: whoever has to come to a core needs less than a sleep would cost.
+  if (!executor_.Idle() && now_ns_ - agreed_ns_ < agree_ns_) return 0;
   wake_in_ns = Sooner(wake_in_ns, executor_poll_ns_);
   wake_in_ns = Sooner(wake_in_ns, parts_.transport->PollAfterNs(busy, now_ns_ - last_event_ns_));
   wake_in_ns = Sooner(wake_in_ns, executor_.NextStepNs());

@@ -132,6 +132,7 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   const CallbackThreads& callbacks_;
   const int64_t longest_spread_ns_;
   const bool has_own_core_;
+  const int64_t agree_ns_;
   Negotiation negotiation_;
   Executor executor_;
   FrameCoalescer coalescer_;
@@ -140,6 +141,7 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   int64_t last_event_ns_ = 0;  // last iteration that moved something
   int64_t tick_ns_ = 0;        // when the negotiation wants its next Tick
   int64_t executor_poll_ns_ = -1;
+  int64_t agreed_ns_ = -kNsPerSecond;  // when the members have agreed last
   Runner runner_ = Runner::kEngine;
   Status agreed_error_;  // final on all ranks, by a decision
   Status failed_here_;   // the final error as the holder of the engine lock knows it
