@@ -24,7 +24,7 @@ agent() {
     --rdzv-endpoint="127.0.0.1:$port" --rdzv-conf=last_call_timeout=3 worker.py
 }
 agent >first 2>&1 &
-until grep -q "up 0 of 1" first; do sleep 1; done
+for _ in $(seq 100); do grep -q "up 0 of 1" first && break || sleep 1; done
 codes=()
 agent >second 2>&1 && codes+=(0) || codes+=($?)
 wait $! && codes+=(0) || codes+=($?)

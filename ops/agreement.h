@@ -8,10 +8,10 @@
 namespace farandole {
 
 /// One member's view of a word that all members share. The members' calls are numbered by the last
-/// round of votes that all of them took part in and by how often they have agreed since: where no
-/// member has anything in flight these are alike on all of them. Each member proposes an operation
-/// for that number, and adds one to the count in the word; with the last one all have agreed. Who
-/// waits no longer declines, unless all have: then nobody agrees, and all vote.
+/// decision that ended what they may wait for, the round, and by how often they have agreed since:
+/// where no member has anything in flight these are alike on all of them. Each member proposes an
+/// operation for that number, and adds one to the count in the word; with the last one all have
+/// agreed. Who waits no longer declines, unless all have: then nobody agrees, and all vote.
 ///
 /// A member that has waited in vain proposes nothing for some rounds, ever more each time, up to
 /// 63, and says so in the word: whoever never comes costs the others little.
@@ -31,7 +31,7 @@ class Agreement {
   Agreement(Word& word, int members) : word_(word), members_(static_cast<uint64_t>(members)) {}
 
   /// This member will run the operation `id` as soon as all members say so.
-  /// @param round  Of the last votes that all members, but those that had joined, took part in.
+  /// @param round  Number of the last decision that ended what members may wait for.
   State Propose(int64_t round, uint32_t id);
   /// What has become of it.
   State Look();

@@ -135,8 +135,8 @@ bool EngineLoop::TakeSubmissions(int64_t* wake_in_ns) {
   return true;
 }
 
-// An operation whose caller waits, while nothing else of this rank is in flight, and that has run
-// before, or its key would be another operation's.
+// An operation whose caller waits, while nothing else of this rank is in flight. It has run before:
+// its key is bound to it. Steps, which nobody waits for, are left out by their votes (FindKnown).
 bool EngineLoop::MayAgree(const Operation& operation) const {
   return runner_ == Runner::kWaiter && operation.is_awaited && executor_.Idle() && !is_failing_ &&
          !lifecycle_.failed() && operations_.Find(operation.key) == &operation &&

@@ -523,11 +523,10 @@ int64_t Executor::TimeoutOf(const Running& run) const {
 }
 
 Status Executor::DescribeTimeout(const Running& run) const {
-  const std::string which = run.batch.number == 0 ? "agreed on without votes,"
-                                                  : std::to_string(run.batch.number) + "." +
-                                                        std::to_string(run.batch.index);
-  std::string text = std::string(Name(run.batch.kind)) + " batch " + which + " of " +
-                     std::to_string(run.segments.size()) + " tensors";
+  std::string text = std::string(Name(run.batch.kind)) + " batch ";
+  if (run.batch.number > 0)  // else agreed on without votes
+    text += std::to_string(run.batch.number) + "." + std::to_string(run.batch.index) + " ";
+  text += "of " + std::to_string(run.segments.size()) + " tensors";
   const bool on_gpu = run.sizes.is_known && run.batch.device == DeviceKind::kCuda;
   FailureFacts facts;
   if (!run.operations.empty()) facts.tensor = run.operations.front()->name.name;

@@ -111,7 +111,7 @@ struct Operation {
   std::vector<void*> out;
   std::shared_ptr<ResultAllocator> allocator;  // gives `out` when sizes are known; may be nullptr
   Vote vote;
-  bool is_awaited = false;  // whoever started it waits at once, maybe for others first
+  bool is_awaited = false;  // started without notice: whoever did so waits, or runs the engine
   std::shared_ptr<Work> work;
   std::vector<std::shared_ptr<DeviceEvent>> ready;  // CUDA: the inputs are made; the first
   size_t ready_count = 0;                           // ready_count of them

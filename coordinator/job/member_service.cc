@@ -290,7 +290,7 @@ void MemberService::EndIfComplete() {
 // what that knows.
 void MemberService::EndWith(const Losses& losses) {
   is_ending_ = false;
-  if (std::exchange(has_ended_, true)) machine_->Died(losses.dead);
+  has_ended_ = true;
   machine_->Ended(losses.dead, losses.suspects);
 }
 

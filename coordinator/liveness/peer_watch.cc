@@ -226,6 +226,7 @@ bool PeerWatch::CheckPulse(Peer& peer, int64_t period_ns) {
   if (peer.pulse == nullptr || peer.file < 0 || peer.is_lost) return false;
   if (const uint32_t bytes = peer.pulse->failed.load(std::memory_order_acquire); bytes != 0) {
     peer.is_lost = true;
+    table_.NoteStopped(peer.rank, false);
     table_.Hear(
         std::span(peer.pulse->failure).first(std::min<size_t>(bytes, Pulse::kFailureBytes)));
     return false;

@@ -77,8 +77,6 @@ LivenessTable::Absent LivenessTable::absent() const {
   Absent absent;
   for (const auto& [rank, finding] : findings_) {
     if (rank == kHere) continue;
-    const bool is_lost = !finding.error.ok() || finding.has_ended;
-    if (!is_lost && finding.is_stopped) absent.silent.push_back(rank);
     switch (finding.error.facts().kind) {
       case FailureKind::kKilled:
       case FailureKind::kExited:
@@ -97,7 +95,11 @@ LivenessTable::Absent LivenessTable::absent() const {
       case FailureKind::kDiverged:
       case FailureKind::kBlockedInPython:
       case FailureKind::kBlockedInC:
-        if (finding.has_ended) absent.ended.push_back(rank);
+        if (finding.has_ended) {
+          absent.ended.push_back(rank);
+        } else if (finding.is_stopped) {
+          absent.silent.push_back(rank);
+        }
         break;
     }
   }

@@ -3,6 +3,7 @@
 #include "coordinator/membership/membership.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 namespace farandole {
@@ -123,17 +124,21 @@ void Membership::Tick(int64_t now_ns) {
 
 void Membership::Died(const std::set<MemberId>& dead) {
   AddFacts(dead, {});
-  const auto is_joining = [&](MemberId id) { return Find(joining_, id) != nullptr; };
-  if (phase_ == Phase::kJoining && std::ranges::any_of(dead, is_joining)) GiveUpJoin();
+  GiveUpJoinWith(dead);
   Advance();
 }
 
 void Membership::Ended(const std::set<MemberId>& dead, const std::set<MemberId>& suspects) {
-  AddFacts(dead, suspects);
+  AddFacts(dead, {});
+  // Who has reported since is none any more.
+  std::ranges::copy_if(suspects, std::inserter(suspects_, suspects_.end()), [this](MemberId id) {
+    return id != options_.self.id && !reports_.contains(id);
+  });
   if (phase_ == Phase::kRunning || phase_ == Phase::kEnding) {
     ended_ns_ = hope_ns_ = now_ns_;
     BeginGathering();
   }
+  GiveUpJoinWith(dead);
   Advance();
 }
 
@@ -354,6 +359,11 @@ void Membership::BeginGathering() {
   gather_ns_ = report_ns_ = ping_ns_ = now_ns_;
   probe_ns_ = now_ns_ + options_.silence_ns / 16;
   reported_to_ = 0;
+}
+
+void Membership::GiveUpJoinWith(const std::set<MemberId>& dead) {
+  const auto is_joining = [&](MemberId id) { return Find(joining_, id) != nullptr; };
+  if (phase_ == Phase::kJoining && std::ranges::any_of(dead, is_joining)) GiveUpJoin();
 }
 
 void Membership::GiveUpJoin() {

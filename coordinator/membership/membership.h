@@ -178,6 +178,7 @@ class Membership {
   void Learn(const MembershipMessage& message);
   void SetStarted(const MemberList& started, bool has_computed);
   void BeginGathering();
+  void GiveUpJoinWith(const std::set<MemberId>& dead);
   void GiveUpJoin();
   void Halt(std::string text);
 

@@ -92,6 +92,29 @@ TEST(Membership, JoinsWithoutWaitingOnceAllOthersAreDead) {
   EXPECT_EQ(join->list.generation, (GenerationNumber{2, 2}));
 }
 
+// The program has released its engine, another rank's report comes, and only then what the engine
+// has missed is told.
+TEST(Membership, LeavesOutWhomItsEngineMissedUnlessThatOneReports) {
+  for (const bool reports : {false, true}) {
+    const MemberList list = List({1, 2, 3});
+    Membership machine({.self = {2, "a:2", "a"}}, list);
+    machine.Tick(1);
+    MembershipMessage report = {.kind = MembershipMessage::Kind::kReport,
+                                .sender = {3, "a:3", "a"},
+                                .started = list,
+                                .accepted = list.generation,
+                                .suspects = {1}};
+    machine.Received(report);
+    machine.Ended();
+    EXPECT_FALSE(Last(machine, MembershipAction::Kind::kOpen)) << "1 is to lead";
+    report.sender = {1, "a:1", "a"};
+    report.suspects = {};
+    if (reports) machine.Received(report);
+    machine.Ended({}, {1});
+    EXPECT_EQ(Last(machine, MembershipAction::Kind::kOpen).has_value(), !reports);
+  }
+}
+
 TEST(Membership, HaltsAsAMinorityAndSaysHowMany) {
   Membership machine({.self = {3, "a:3", "a"}}, List({1, 2, 3}));
   machine.Tick(1);

@@ -193,7 +193,12 @@ void MembershipWorld::Send(int from, const Member& to, const MembershipMessage& 
       Reaches(from, target) || (process(target).is_stopped && random_.Percent(50));
   const int64_t delay_ns = random_.Percent(slow_percent_) ? Ms(0, slow_percent_ * 100) : Ms(0, 3);
   if (is_taken && (!is_lost || random_.Percent(50))) {
-    On(target, delay_ns, [this, target, message] { process(target).machine->Received(message); });
+    On(target, delay_ns, [this, target, message] {
+      Process& receiver = process(target);
+      receiver.told.insert({message.started.generation, message.proposal.generation});
+      for (const MemberList& list : message.pending) receiver.told.insert(list.generation);
+      receiver.machine->Received(message);
+    });
   }
   if (Reaches(from, target) && !is_lost) return;
   if (is_lost && random_.Percent(20)) return;
@@ -553,8 +558,8 @@ void MembershipWorld::CheckHalt(int index, const std::string& text) {
   for (const auto& [number, generation] : generations_) {
     const MemberList& list = generation.list;
     const auto lives = [&](int at) { return !process(at).is_dead; };
-    // The last one that is left may know it of somebody who is dead.
-    const bool is_told = connected.size() == 1 && !generation.begun.empty();
+    // The last one that is left may have heard of it from somebody who is dead.
+    const bool is_told = connected.size() == 1 && one.told.contains(number);
     const bool is_known =
         number > last.generation && (is_told || std::ranges::any_of(generation.begun, lives));
     if (number != last.generation && !is_known) continue;

@@ -82,6 +82,7 @@ class MembershipWorld {
     std::optional<GenerationNumber> joining;  // and has no result yet
     int state = -1;                           // of steps_; -1: none yet
     int64_t timer_ns = INT64_MAX;
+    std::set<GenerationNumber> told = {};             // of which lists it has heard
     int dies_in_sends = -1;                           // of its next proposal
     std::vector<std::function<void()>> backlog = {};  // while it is stopped
   };
