@@ -3,7 +3,6 @@
 #include "coordinator/membership/membership.h"
 
 #include <algorithm>
-#include <iterator>
 #include <utility>
 
 namespace farandole {
@@ -129,11 +128,9 @@ void Membership::Died(const std::set<MemberId>& dead) {
 }
 
 void Membership::Ended(const std::set<MemberId>& dead, const std::set<MemberId>& suspects) {
-  AddFacts(dead, {});
-  // Who has reported since is none any more.
-  std::ranges::copy_if(suspects, std::inserter(suspects_, suspects_.end()), [this](MemberId id) {
-    return id != options_.self.id && !reports_.contains(id);
-  });
+  std::set<MemberId> silent = suspects;
+  std::erase_if(silent, [this](MemberId id) { return reports_.contains(id); });  // reported since
+  AddFacts(dead, silent);
   if (phase_ == Phase::kRunning || phase_ == Phase::kEnding) {
     ended_ns_ = hope_ns_ = now_ns_;
     BeginGathering();

@@ -52,7 +52,7 @@ constexpr Needed kNeeded[] = {
     {"AnIdMeansWhatItsSenderKnew", kMeetLateIds, 72644, "a second vote"},
     {"ARetiredIdIsKnownWhileVotesByItAreOnTheirWay", kFreeIdsAtOnce, 159, "a vote with unknown id"},
     {"OfTwoHalvesTheOneWithTheFirstGoesOn", kHalfWithoutFirst, 86, "computes after", Recover},
-    {"DeathsDoNotMakeASmallerMajority", kDeathsShrinkQuorums, 71, "computes after", Recover},
+    {"DeathsDoNotMakeASmallerMajority", kDeathsShrinkQuorums, 91, "computes after", Recover},
     {"SilenceIsNoDeath", kSuspectsAreDead, 16, "lacks steps", Recover},
     {"AListThatMayHaveStartedCounts", kForgetPending, 5773, "computes after", Recover},
     {"NewcomersDoNotVoteWhileSomebodyIsLeftOut", kVoteWhileLeftOut, 2045, "lacks steps", Recover},
