@@ -787,9 +787,9 @@ std::optional<MemberList> Membership::MakeList(const Basis& basis,
   std::erase_if(next.left_out, [&](const auto& one) {
     return dead_.contains(one.first) || Find(next, one.first) != nullptr;
   });
-  std::stable_partition(next.members.begin(), next.members.end(), [&](const Member& member) {
-    return member.id == options_.self.id;  // others are lower in a list that this one leads by
-  });
+  // Others are lower in a list that this one leads by.
+  const auto own = std::ranges::find(next.members, options_.self.id, &Member::id);
+  if (own != next.members.end()) std::rotate(next.members.begin(), own, own + 1);
   GroupByHost(next.members);
   if (Find(next, options_.self.id) == nullptr || !GiveVotes(basis, next)) return std::nullopt;
   return next;
