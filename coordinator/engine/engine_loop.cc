@@ -284,9 +284,9 @@ bool EngineLoop::RunBatches() {
 // All that can become due without a ring of the doorbell: submissions that are held, planes and
 // transports that have to be polled, progress deadlines, and the negotiation's times.
 int64_t EngineLoop::SleepFor(int64_t wake_in_ns) {
-  const bool busy = negotiation_.Busy() || !executor_.Idle();
   // All members are in this call: whoever has to come to a core needs less than a sleep would cost.
   if (!executor_.Idle() && now_ns_ - agreed_ns_ < agree_ns_) return 0;
+  const bool busy = negotiation_.Busy() || !executor_.Idle();
   wake_in_ns = Sooner(wake_in_ns, executor_poll_ns_);
   wake_in_ns = Sooner(wake_in_ns, parts_.transport->PollAfterNs(busy, now_ns_ - last_event_ns_));
   wake_in_ns = Sooner(wake_in_ns, executor_.NextStepNs());

@@ -220,7 +220,7 @@ void Membership::Unreachable(const Member& to) {
   // lost was sent before, to one that was stopped.
   if (to.id == 0 || phase_ == Phase::kRunning) return;
   unreachable_[to.id] = now_ns_ + options_.silence_ns;
-  if (phase_ == Phase::kJoining && Find(joining_, to.id) != nullptr) GiveUpJoin();
+  GiveUpJoinWith({to.id});
   Advance();
 }
 

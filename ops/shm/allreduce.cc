@@ -222,7 +222,7 @@ bool SharedMemoryAllreduce::AdvanceSharded() {
   if (consumed_ < reduced_ && slots_->AllReached(Stage::kReduced, consumed_ + 1)) {
     CopyResultOut();
     slots_->Publish(Stage::kConsumed, ++consumed_);
-    if (HasLongestChunks() && my_index() == 0) TimeChunk();
+    if (has_longest_chunks_ && my_index() == 0) TimeChunk();
   } else if (reduced_ < packed_ && slots_->AllReached(Stage::kPacked, reduced_ + 1, present_)) {
     ReduceShard();
     slots_->Publish(Stage::kReduced, ++reduced_);

@@ -34,7 +34,7 @@ bool SharedMemoryBroadcast::AdvanceStage() {
   slots_->Publish(Stage::kConsumed, ++consumed_);
   // The first ones wait for nobody: the slots are free, or the root has filled them.
   const bool keeps_pace = consumed_ - first_ > static_cast<uint64_t>(slots_->layout().slots);
-  if (keeps_pace && HasLongestChunks() && my_index() == 0) TimeChunk();
+  if (keeps_pace && has_longest_chunks_ && my_index() == 0) TimeChunk();
   slots_->RingPeers();
   return true;
 }

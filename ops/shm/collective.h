@@ -70,8 +70,6 @@ class SharedMemoryCollective : public CpuCollective {
   // no less and no more than so many bytes, nor more than a slot.
   int64_t PrepareChunks(int64_t parts, int64_t least_bytes, int64_t most_bytes);
   int64_t ChunkCount(uint64_t chunk) const;
-  /// Whether its chunks can be timed: shorter ones cannot be compared with those of other batches.
-  bool HasLongestChunks() const { return has_longest_chunks_; }
 
   SharedMemorySet& set() const { return static_cast<SharedMemorySet&>(*set_); }
   bool SlotIsFree();
@@ -90,9 +88,11 @@ class SharedMemoryCollective : public CpuCollective {
   SharedSlots* slots_ = nullptr;
   SegmentCursor pack_cursor_;
   SegmentCursor out_cursor_;
-  int64_t chunk_elements_ = 0;       // most elements of a chunk; variable-size: of a slice
-  bool has_longest_chunks_ = false;  // as long as they ever are in this kind
-  int64_t step_bytes_ = 0;           // about what a stage of a chunk moves
+  int64_t chunk_elements_ = 0;  // most elements of a chunk; variable-size: of a slice
+  int64_t step_bytes_ = 0;      // about what a stage of a chunk moves
+  // Fixed-size: as long as they ever are in this kind. Shorter ones cannot be timed, as those of
+  // other batches differ.
+  bool has_longest_chunks_ = false;
   // Numbers of chunks, counted from the set's first batch: where the batch begins and ends, and
   // how many this member has packed, reduced and consumed.
   uint64_t first_ = 0;

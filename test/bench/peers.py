@@ -34,8 +34,6 @@ def make_call(library: str, collective: str, count: int) -> tuple[Callable[[], o
     """A call of a library, the array that it sends, and a check of the result of ones."""
     import numpy as np
 
-    if library == "gloo":
-        return make_gloo_call(collective, count)
     size = RANKS[1]
     sent = np.ones(count // size if collective == "allgather" else count, np.float32)
     received = np.ones(count // size if collective == "reducescatter" else count, np.float32)
@@ -49,6 +47,18 @@ def make_call(library: str, collective: str, count: int) -> tuple[Callable[[], o
             "allgather": lambda: farandole.allgather(sent, name=name, out=received),
             "reducescatter": lambda: farandole.reducescatter(sent, op=farandole.Sum, name=name, out=received),
             "alltoall": lambda: farandole.alltoall(sent, name=name, out=received),
+        }
+    elif library == "gloo":
+        import torch
+        import torch.distributed as dist
+
+        from_here, to_here = torch.from_numpy(sent), torch.from_numpy(received)
+        calls = {
+            "allreduce": lambda: dist.all_reduce(from_here),
+            "broadcast": lambda: dist.broadcast(from_here, 0),
+            "allgather": lambda: dist.all_gather_into_tensor(to_here, from_here),
+            "reducescatter": lambda: dist.reduce_scatter_tensor(to_here, from_here),
+            "alltoall": lambda: dist.all_to_all_single(to_here, from_here),
         }
     else:
         from mpi4py import MPI
@@ -64,25 +74,6 @@ def make_call(library: str, collective: str, count: int) -> tuple[Callable[[], o
     adds = collective in ("allreduce", "reducescatter")
     result = sent if collective in ("allreduce", "broadcast") else received
     return calls[collective], sent, lambda: bool((result == (size if adds else 1)).all())
-
-
-def make_gloo_call(collective: str, count: int) -> tuple[Callable[[], object], object, Callable[[], bool]]:
-    import torch
-    import torch.distributed as dist
-
-    size = RANKS[1]
-    sent = torch.ones(count // size if collective == "allgather" else count)
-    received = torch.ones(count // size if collective == "reducescatter" else count)
-    calls = {
-        "allreduce": lambda: dist.all_reduce(sent),
-        "broadcast": lambda: dist.broadcast(sent, 0),
-        "allgather": lambda: dist.all_gather_into_tensor(received, sent),
-        "reducescatter": lambda: dist.reduce_scatter_tensor(received, sent),
-        "alltoall": lambda: dist.all_to_all_single(received, sent),
-    }
-    adds = collective in ("allreduce", "reducescatter")
-    result = sent if collective in ("allreduce", "broadcast") else received
-    return calls[collective], sent.numpy(), lambda: bool((result == (size if adds else 1)).all())
 
 
 RANKS = [0, 1]  # this rank, of how many

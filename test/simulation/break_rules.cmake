@@ -242,12 +242,10 @@ break_rule(kLetJoinsWait membership.cc
   const GenerationNumber& joining = message.proposal.generation;
 ]=])
 break_rule(kAwaitSilentLeader membership.cc
-[=[  if (phase_ == Phase::kJoining && Find(joining_, to.id) != nullptr) GiveUpJoin();
+[=[  GiveUpJoinWith({to.id});
 ]=]
 [=[  const bool is_mine = proposal_.proposal.generation == joining_.generation;
-  if (phase_ == Phase::kJoining && Find(joining_, to.id) != nullptr &&
-      (is_mine || !Broken(kAwaitSilentLeader)))
-    GiveUpJoin();
+  if (is_mine || !Broken(kAwaitSilentLeader)) GiveUpJoinWith({to.id});
 ]=])
 break_rule(kGiveNoVotes membership.cc
 [=[  return gives_votes || !askers().empty();

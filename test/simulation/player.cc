@@ -122,8 +122,12 @@ void Player::Lose(int rank) {
 }
 
 void Player::Receive(int from, std::span<const std::byte> bytes) {
-  const std::vector<std::byte> kept(bytes.begin(), bytes.end());
-  if (failed_ || IsHeld([this, from, kept] { Receive(from, kept); })) return;
+  if (failed_) return;
+  if (agreeing_) {
+    const std::vector<std::byte> kept(bytes.begin(), bytes.end());
+    agreeing_->held.push_back([this, from, kept] { Receive(from, kept); });
+    return;
+  }
   Tick();
   transport_.Put({from, bytes});
   const Result<int> received = coalescer_.Receive(negotiation_, 1);

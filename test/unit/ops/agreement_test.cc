@@ -4,9 +4,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <numeric>
 #include <string>
 #include <thread>
 #include <vector>
@@ -20,7 +20,7 @@ using State = Agreement::State;
 struct Caller {
   Agreement view;
   std::vector<uint32_t> ids;  // of the operations that it calls
-  std::string outcome;        // 'a': they agreed; 'v': they voted
+  std::string outcome = {};   // 'a': they agreed; 'v': they voted
   int64_t round = 1;          // of votes
   bool has_proposed = false;
   bool votes = false;
@@ -39,7 +39,7 @@ class Orders {
   explicit Orders(const std::vector<std::vector<uint32_t>>& ids) {
     std::vector<Caller> callers;
     for (const auto& of_one : ids) {
-      callers.push_back({Agreement(word_, static_cast<int>(ids.size())), of_one, "", 1});
+      callers.push_back({Agreement(word_, static_cast<int>(ids.size())), of_one});
     }
     Follow(callers);
   }

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "core/clock.h"
+#include "core/net/address.h"
 
 namespace farandole {
 namespace {
@@ -27,11 +28,7 @@ using Event = MemberMail::Event;
 /// A process at loopback.
 struct Process {
   explicit Process(MemberId id, const std::string& job = "a") {
-    sockaddr_storage storage{};
-    auto& v4 = reinterpret_cast<sockaddr_in&>(storage);
-    v4.sin_family = AF_INET;
-    v4.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    Listening listening = ListenOn({SocketAddress(storage)}, 0).value();
+    Listening listening = ListenOn({ParseSocketAddress("127.0.0.1:0").value()}, 0).value();
     member = {id, listening.addresses.front().ToString(), "host"};
     Party party;
     party.key = PublicKey(job);

@@ -1,8 +1,6 @@
 #include "coordinator/job/member_service.h"
 
-#include <arpa/inet.h>
 #include <gtest/gtest.h>
-#include <sys/socket.h>
 
 #include <memory>
 #include <optional>
@@ -10,17 +8,12 @@
 #include <utility>
 
 #include "core/clock.h"
+#include "core/net/address.h"
 
 namespace farandole {
 namespace {
 
-SocketAddress Loopback() {
-  sockaddr_storage storage{};
-  auto& v4 = reinterpret_cast<sockaddr_in&>(storage);
-  v4.sin_family = AF_INET;
-  v4.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  return SocketAddress(storage);
-}
+SocketAddress Loopback() { return ParseSocketAddress("127.0.0.1:0").value(); }
 
 std::shared_ptr<MemberService> Serve() {
   MemberService::Options options;
