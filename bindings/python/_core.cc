@@ -210,23 +210,21 @@ PyObject* Submit(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObje
   });
 }
 
-/// Most allreduces, in one call of C: of one tensor, over all ranks, without factors, in the
-/// context of the thread. Whatever else is asked for, and whatever is wrong, is left to the
-/// frontend, which also makes the options. Refers to the frontend's own variables, which it reads
+/// An allreduce of one tensor in the context of the thread. What most calls ask for, over all ranks
+/// and without factors, runs no Python. Refers to the variables of Python's modules, which it reads
 /// at each call.
-class PlainReduction {
+class Allreduce {
  public:
   /// See _core.pyi. Lives as long as the process.
-  static py::object Make(int kind, int how, py::type type, py::object of_thread, py::object process,
+  static py::object Make(int how, py::object of_thread, py::object process, py::object current,
                          py::object global_set, py::object options) {
-    auto* const made = new PlainReduction{kind,
-                                          how,
-                                          std::move(type),
-                                          std::move(of_thread),
-                                          std::move(process),
-                                          std::move(global_set),
-                                          std::move(options)};
-    static PyMethodDef method = {"plain_reduction",
+    auto* const made = new Allreduce{how,
+                                     std::move(of_thread),
+                                     std::move(process),
+                                     std::move(current),
+                                     std::move(global_set),
+                                     std::move(options)};
+    static PyMethodDef method = {"allreduce",
                                  reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&Call)),
                                  METH_FASTCALL, nullptr};
     const auto self = py::reinterpret_steal<py::object>(PyCapsule_New(made, nullptr, nullptr));
@@ -237,79 +235,84 @@ class PlainReduction {
   }
 
  private:
-  PlainReduction(int kind, int how, py::object type, py::object of_thread, py::object process,
-                 py::object global_set, py::object options)
-      : kind_(kind),
-        how_(how),
-        type_(std::move(type)),
+  Allreduce(int how, py::object of_thread, py::object process, py::object current,
+            py::object global_set, py::object options)
+      : how_(how),
         of_thread_(std::move(of_thread)),
         process_(std::move(process)),
+        current_(std::move(current)),
         global_set_(std::move(global_set)),
         options_(std::move(options)) {}
 
-  /// (tensor, average, name, op, prescale_factor, postscale_factor, process_set)
+  /// (tensor, name, op, prescale_factor, postscale_factor, process_set)
   static PyObject* Call(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     return Guarded([&] {
-      auto& call = *static_cast<PlainReduction*>(PyCapsule_GetPointer(self, nullptr));
-      if (count != 7) throw py::type_error("plain_reduction: expected 7 arguments");
-      return call.Start(args);
+      auto& call = *static_cast<Allreduce*>(PyCapsule_GetPointer(self, nullptr));
+      if (count != 6) throw py::type_error("allreduce: expected 6 arguments");
+      return call.Submit(*reinterpret_cast<PyObject* const(*)[6]>(args));
     });
   }
 
-  py::object Start(PyObject* const* args) {
-    const auto& [tensor, average, name, op, prescale, postscale, set] =
-        *reinterpret_cast<PyObject* const(*)[7]>(args);
-    auto* const type = reinterpret_cast<PyTypeObject*>(type_.ptr());
-    if (average != Py_None || set != global_set_.ptr() || !IsOne(prescale) || !IsOne(postscale) ||
-        PyObject_TypeCheck(tensor, type) == 0)
-      return py::none();
-    const Options* const options = OptionsFor(op);
+  py::object Submit(PyObject* const (&args)[6]) {
+    const auto& [tensor, name, op, prescale, postscale, set] = args;
+    const py::object options = OptionsFor(op, prescale, postscale, set);
     const py::object core = Core();
-    if (options == nullptr || !core || !IsA<Context>(core.ptr())) return py::none();
-    auto& context = SelfOf<Context>(core.ptr());
-    if (!context.is_open()) return py::none();
-    return context.Submit({*options, tensor, name, false, (how_ & kInPlace) != 0,
-                           (how_ & kBlocks) != 0, false, false, Py_None, Py_None, Py_None});
+    return SelfOf<Context>(core.ptr())
+        .Submit({SelfOf<Options>(options.ptr()), tensor, name, false, (how_ & kInPlace) != 0,
+                 (how_ & kBlocks) != 0, false, false, Py_None, Py_None, Py_None});
   }
 
   static bool IsOne(PyObject* factor) {
     return PyFloat_CheckExact(factor) && PyFloat_AS_DOUBLE(factor) == 1.0;
   }
 
-  /// Of None and the small numbers, kept; nullptr for the rest.
-  const Options* OptionsFor(PyObject* op) {
-    size_t at = 0;
-    if (op != Py_None) {
-      int overflow = 0;
-      const long number = PyLong_CheckExact(op) ? PyLong_AsLongAndOverflow(op, &overflow) : -1;
-      if (number < 0 || number >= static_cast<long>(by_op_.size()) - 1) return nullptr;
-      at = static_cast<size_t>(number) + 1;
-    }
-    if (!by_op_[at]) {
-      py::object made = options_(kind_, py::handle(op), 0);
-      if (!by_op_[at]) by_op_[at] = std::move(made);  // or another thread did, which uses them
-    }
-    return &SelfOf<Options>(by_op_[at].ptr());
+  /// Those of plain calls with None or a small number are kept.
+  py::object OptionsFor(PyObject* op, PyObject* prescale, PyObject* postscale, PyObject* set) {
+    const bool is_plain = set == global_set_.ptr() && IsOne(prescale) && IsOne(postscale);
+    py::object* const kept = is_plain ? PlaceOf(op) : nullptr;
+    if (kept != nullptr && *kept) return *kept;
+    py::object made =
+        options_(py::handle(op), py::handle(prescale), py::handle(postscale), py::handle(set));
+    if (!IsA<Options>(made.ptr())) throw py::type_error("allreduce: expected Options");
+    if (kept != nullptr) *kept = made;
+    return made;
   }
 
-  /// basics.current().core; null if there is none.
+  /// nullptr: it has none.
+  py::object* PlaceOf(PyObject* op) {
+    if (op == Py_None) return by_op_.data();
+    int overflow = 0;
+    const long number = PyLong_CheckExact(op) ? PyLong_AsLongAndOverflow(op, &overflow) : -1;
+    const bool is_known = number >= 0 && number < std::ssize(by_op_) - 1;
+    return is_known ? &by_op_[static_cast<size_t>(number) + 1] : nullptr;
+  }
+
+  /// basics.current().core, without a call where there is one.
   py::object Core() const {
     static PyObject* const default_name = PyUnicode_InternFromString("default");
-    static PyObject* const core_name = PyUnicode_InternFromString("core");
     PyObject* of_thread = nullptr;
     if (PyContextVar_Get(of_thread_.ptr(), nullptr, &of_thread) != 0) throw py::error_already_set();
     auto context = py::reinterpret_steal<py::object>(of_thread);
     if (!context || context.is_none())
       context = py::reinterpret_steal<py::object>(PyObject_GetAttr(process_.ptr(), default_name));
     if (!context) throw py::error_already_set();
-    if (context.is_none()) return {};
-    auto core = py::reinterpret_steal<py::object>(PyObject_GetAttr(context.ptr(), core_name));
-    if (!core) throw py::error_already_set();
+    py::object core = CoreOf(context);
+    if (!core || !SelfOf<Context>(core.ptr()).is_open()) core = CoreOf(current_());
+    if (!core) throw py::type_error("allreduce: expected a Context");
     return core;
   }
 
-  const int kind_, how_;
-  const py::object type_, of_thread_, process_, global_set_, options_;
+  /// Null where there is none that has joined.
+  static py::object CoreOf(const py::object& context) {
+    static PyObject* const core_name = PyUnicode_InternFromString("core");
+    if (context.is_none()) return {};
+    auto core = py::reinterpret_steal<py::object>(PyObject_GetAttr(context.ptr(), core_name));
+    if (!core) throw py::error_already_set();
+    return IsA<Context>(core.ptr()) ? core : py::object();
+  }
+
+  const int how_;
+  const py::object of_thread_, process_, current_, global_set_, options_;
   std::array<py::object, 7> by_op_;  // of op None, 0, 1, ...
 };
 
@@ -420,8 +423,8 @@ void BindContext(py::module_& m) {
       .def("gradients", &MakeGradients, py::arg("options"), py::arg("owner"), py::arg("named"),
            py::arg("labels"), py::arg("torch"), py::arg("group_bytes"), py::arg("overlaps"),
            py::arg("is_average"));
-  m.def("plain_reduction", &PlainReduction::Make, py::arg("kind"), py::arg("how"), py::arg("type"),
-        py::arg("of_thread"), py::arg("process"), py::arg("global_set"), py::arg("options"));
+  m.def("allreduce", &Allreduce::Make, py::arg("how"), py::arg("of_thread"), py::arg("process"),
+        py::arg("current"), py::arg("global_set"), py::arg("options"));
   AddDescriptor(m.attr("Context"), "submit", PyDescr_NewMethod, submit_method);
   AddDescriptor(m.attr("Context"), "is_open", PyDescr_NewGetSet, is_open_property);
 }

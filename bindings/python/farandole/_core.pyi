@@ -30,21 +30,19 @@ def digests(arrays: list[Any]) -> list[int]:
     """Of each array's memory a signed number of 64 bits, which changes with any one bit. ValueError: one does not lie
     in host memory, in C order."""
 
-def plain_reduction(
-    kind: int, how: int, type: type, of_thread: ContextVar[Any], process: object, global_set: object,
-    options: Callable[[int, int | None, int], Options],
-) -> Callable[..., Any]:  # fmt: skip
-    """A function that does what most calls of an allreduce ask for, without any Python.
-
-    It takes (tensor, average, name, op, prescale_factor, postscale_factor, process_set) and gives what
-    ``Context.submit`` does, or None: this is no such call, or something is wrong with it.
+def allreduce(
+    how: int, of_thread: ContextVar[Any], process: object, current: Callable[[], Any], global_set: object,
+    options: Callable[[Any, Any, Any, Any], Options],
+) -> Callable[[Any, Any, Any, Any, Any, Any], Any]:  # fmt: skip
+    """A function of (tensor, name, op, prescale_factor, postscale_factor, process_set) that gives what
+    ``Context.submit`` does. No Python is called for an allreduce over all ranks, without factors, in a context.
 
     Args:
-        kind, how: As for ``Options`` and ``Context.submit``.
-        type: Of tensors.
-        of_thread, process: The context is what the variable holds, or None: ``process.default``.
+        how: As for ``Context.submit``.
+        of_thread, process: The context is what the variable holds, or else ``process.default``.
+        current: Gives the context, or raises, where these hold none that is open.
         global_set: The process set of all ranks.
-        options: Called with ``kind``, the caller's op and 0 gives the options; kept.
+        options: Gives those of the last four arguments; kept for plain ones.
     """
 
 class Options:

@@ -70,7 +70,7 @@ def allreduce(
         MismatchError: Ranks passed different shapes, dtypes, operations or factors.
         TypeError: ``tensor`` has no usable dtype or is no array.
     """
-    return run(reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set), tensor, name)
+    return run_allreduce(tensor, name, op, prescale_factor, postscale_factor, process_set)
 
 
 def allreduce_async(
@@ -78,7 +78,7 @@ def allreduce_async(
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Handle:  # fmt: skip
     """As :func:`allreduce`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
-    return start(reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set), tensor, name)
+    return start_allreduce(tensor, name, op, prescale_factor, postscale_factor, process_set)
 
 
 def allreduce_(
@@ -86,7 +86,7 @@ def allreduce_(
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Any:  # fmt: skip
     """As :func:`allreduce`, in place. Returns ``tensor``."""
-    return run(reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set), tensor, name, IN_PLACE)
+    return run_allreduce_(tensor, name, op, prescale_factor, postscale_factor, process_set)
 
 
 def allreduce_async_(
@@ -94,8 +94,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Handle:  # fmt: skip
     """As :func:`allreduce_`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
-    how = reduction_options(ALLREDUCE, op, prescale_factor, postscale_factor, process_set)
-    return start(how, tensor, name, IN_PLACE)
+    return start_allreduce_(tensor, name, op, prescale_factor, postscale_factor, process_set)
 
 
 def grouped_allreduce(
@@ -428,21 +427,22 @@ def reduction_options(
     """Of an allreduce or a reducescatter."""
     if type(prescale) is not float or type(postscale) is not float:
         prescale, postscale = _factor(prescale), _factor(postscale)
-    if process_set is global_process_set and prescale == 1.0 and postscale == 1.0:
-        return _plain(kind, op, wire)
     uid = basics.uid_of(process_set, _KINDS[kind])
     return options(kind, reduction(op), prescale, postscale, -1, wire, uid)
 
 
-@functools.cache
-def _plain(kind: int, op: int | None, wire: int) -> _core.Options:
-    """Of all ranks, without factors."""
-    return options(kind, reduction(op), 1.0, 1.0, -1, wire, 0)
+def _allreduce_with(flags: int) -> Callable[[Any, Any, Any, Any, Any, Any], Any]:
+    """An allreduce of (tensor, name, op, prescale_factor, postscale_factor, process_set); see ``_core.allreduce``."""
+
+    def options_of(op: int | None, prescale: float, postscale: float, process_set: ProcessSet) -> _core.Options:
+        return reduction_options(ALLREDUCE, op, prescale, postscale, process_set)
+
+    return _core.allreduce(flags, basics._of_thread, basics._Process, basics.current, global_process_set, options_of)
 
 
-def plain_reduction(kind: int, flags: int, of: type) -> Callable[..., Any]:
-    """For frontends: does what most calls ask for, or gives None; see ``_core.plain_reduction``."""
-    return _core.plain_reduction(kind, flags, of, basics._of_thread, basics._Process, global_process_set, _plain)
+run_allreduce, run_allreduce_ = _allreduce_with(BLOCKS), _allreduce_with(IN_PLACE | BLOCKS)
+start_allreduce: Callable[..., Handle] = _allreduce_with(0)
+start_allreduce_: Callable[..., Handle] = _allreduce_with(IN_PLACE)
 
 
 def _factor(given: Any) -> float:

@@ -27,7 +27,17 @@ import torch
 
 from farandole import _core, basics, ops
 from farandole.basics import ProcessSet, global_process_set
-from farandole.ops import BLOCKS, GROUP, IN_PLACE, Average, Handle, Sum
+from farandole.ops import (
+    BLOCKS,
+    GROUP,
+    IN_PLACE,
+    Average,
+    Handle,
+    Sum,
+    run_allreduce_,
+    start_allreduce,
+    start_allreduce_,
+)  # fmt: skip
 from farandole.torch import _autograd, _library, _operators
 from farandole.torch.compression import Compression, native_wire
 
@@ -41,10 +51,6 @@ __all__ = [
 
 Tensors = Sequence[torch.Tensor]
 Splits = torch.Tensor | Sequence[int]
-
-_plain_async, _plain_async_in_place, _plain_in_place = (
-    ops.plain_reduction(ops.ALLREDUCE, flags, torch.Tensor) for flags in (0, IN_PLACE, IN_PLACE | BLOCKS)
-)
 
 
 def allreduce(
@@ -85,11 +91,11 @@ def allreduce_async(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Handle:  # fmt: skip
     """As :func:`allreduce`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
-    handle: Handle | None = _plain_async(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
-    if handle is not None:
-        return handle
-    op = _with_average(average, op)
-    return ops.allreduce_async(_dense(tensor), name, op, prescale_factor, postscale_factor, process_set)
+    if average is not None:
+        op = _with_average(average, op)
+    if not isinstance(tensor, torch.Tensor):
+        _dense(tensor)
+    return start_allreduce(tensor, name, op, prescale_factor, postscale_factor, process_set)
 
 
 def allreduce_(
@@ -97,10 +103,12 @@ def allreduce_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:  # fmt: skip
     """As :func:`allreduce`, in place. Returns ``tensor``."""
-    if _plain_in_place(tensor, average, name, op, prescale_factor, postscale_factor, process_set) is None:
+    if average is not None:
         op = _with_average(average, op)
-        ops.allreduce_(_dense(tensor), name, op, prescale_factor, postscale_factor, process_set)
-    return tensor
+    if not isinstance(tensor, torch.Tensor):
+        _dense(tensor)
+    result: torch.Tensor = run_allreduce_(tensor, name, op, prescale_factor, postscale_factor, process_set)
+    return result
 
 
 def allreduce_async_(
@@ -108,13 +116,11 @@ def allreduce_async_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Handle:  # fmt: skip
     """As :func:`allreduce_`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
-    handle: Handle | None = _plain_async_in_place(
-        tensor, average, name, op, prescale_factor, postscale_factor, process_set
-    )
-    if handle is not None:
-        return handle
-    op = _with_average(average, op)
-    return ops.allreduce_async_(_dense(tensor), name, op, prescale_factor, postscale_factor, process_set)
+    if average is not None:
+        op = _with_average(average, op)
+    if not isinstance(tensor, torch.Tensor):
+        _dense(tensor)
+    return start_allreduce_(tensor, name, op, prescale_factor, postscale_factor, process_set)
 
 
 def grouped_allreduce(
