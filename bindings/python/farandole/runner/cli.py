@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import farandole
-from farandole.runner import elastic, hosts, mpirun
+from farandole.runner import hosts, mpirun
 from farandole.runner.job import Job
 from farandole.runner.options import Host, Options, UsageError
 from farandole.runner.output import Writer
@@ -502,6 +502,8 @@ def _prepare_hosts(options: Options, writer: Writer, function: bytes | None) -> 
     for line in lines if options.verbose else ():
         writer.say(line)
     if options.is_elastic:
+        from farandole.runner import elastic  # not above: others start without it, and so sooner
+
         return elastic.ElasticJob(options, writer, environment, _make_discoverer(options))
     return hosts.HostsJob(options, writer, placed, environment, function)
 
