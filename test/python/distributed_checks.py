@@ -5,6 +5,7 @@ The first that fails ends its rank. Each check may leave the default group as it
 
 import datetime
 import functools
+import gc
 import itertools
 import os
 import re
@@ -17,9 +18,11 @@ import weakref
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 
 import farandole
 import farandole.torch.distributed
+from farandole.torch.distributed._work import Work
 
 R, N = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
@@ -373,6 +376,66 @@ def ddps_hooks_in_cpp_train_and_their_futures_have_results_and_errors():
     call = dist.all_reduce if R else functools.partial(dist.broadcast, src=0)
     future = call(half, group=everybody(), async_op=True).get_future()
     refused(future.wait, "MismatchError: ranks wait for different", error=RuntimeError)
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ZeroDivisionError("of the test")
+
+
+def ddps_futures_need_no_thread_and_those_of_a_backward_pass_that_fails_end_too():
+    group, threads = everybody(), set(threading.enumerate())
+    first, last = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+    model = torch.nn.parallel.DistributedDataParallel(
+        torch.nn.Sequential(first, last), process_group=group, bucket_cap_mb=0.001
+    )
+    for _ in range(3):  # the second on has a bucket for each layer
+        model(torch.ones(2, 64) * (R + 1)).sum().backward()
+    assert not set(threading.enumerate()) - threads
+    assert torch.allclose(last.bias.grad, torch.full((64,), 6.0)), last.bias.grad  # of three passes, each 2
+    works = len(works_that_live())
+    call = first.register_forward_hook(lambda *call: Failing.apply(call[2]))
+    refused(model(torch.ones(2, 64)).sum().backward, "of the test", error=ZeroDivisionError)
+    call.remove()
+    value, until_s = torch.ones(1), time.monotonic() + 60
+    dist.all_reduce(value, group=group)
+    assert value.item() == N
+    while len(works_that_live()) > works:  # and its bucket with it
+        assert time.monotonic() < until_s, works_that_live()
+        time.sleep(0.01)
+    dist.destroy_process_group(group)
+
+
+def works_that_live():
+    gc.collect()
+    return [one for one in gc.get_objects() if type(one) is Work]
+
+
+def ddp_trains_over_a_layer_whose_backward_pass_is_inside_another_one():
+    torch.manual_seed(0)
+    first, last = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(x):
+        return last(torch.utils.checkpoint.checkpoint(first, x, use_reentrant=True))
+
+    plain = torch.nn.Module()
+    plain.first, plain.last, plain.forward = first, last, forward
+    model = torch.nn.parallel.DistributedDataParallel(plain, bucket_cap_mb=0.0001)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.full((2, 8), R + 1.0, requires_grad=True)).sum().backward()
+    mine = [parameter.grad for parameter in model.parameters()]
+    one = [torch.zeros_like(gradient) for gradient in mine]
+    for rank in range(N):
+        result = last(first(torch.full((2, 8), rank + 1.0))).sum()
+        for mean, gradient in zip(one, torch.autograd.grad(result, model.parameters()), strict=True):
+            mean += gradient / N
+    assert all(torch.allclose(*pair) for pair in zip(mine, one, strict=True)), (mine, one)
 
 
 def calls_that_differ_from_all_before_cost_less_than_a_number_and_dropped_works_keep_no_tensor():

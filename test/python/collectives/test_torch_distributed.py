@@ -44,6 +44,8 @@ ON_TWO = """
     futures_may_wait_for_one_another futures_of_a_group_that_is_aborted_have_its_error_and_may_leave_it
     many_groups_come_and_go groups_work_beside_one_another_in_threads
     ddps_hooks_in_cpp_train_and_their_futures_have_results_and_errors
+    ddps_futures_need_no_thread_and_those_of_a_backward_pass_that_fails_end_too
+    ddp_trains_over_a_layer_whose_backward_pass_is_inside_another_one
     calls_that_differ_from_all_before_cost_less_than_a_number_and_dropped_works_keep_no_tensor
 """
 ON_THREE = """

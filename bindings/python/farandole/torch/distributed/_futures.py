@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import queue
 import threading
@@ -44,9 +43,7 @@ class Completer:
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
-            work.fl_complete()
-            with contextlib.suppress(Exception):  # of a callback; its own future has it
-                work.fl_set_future()
+            work.fl_end()
             del work  # its tensors need not live until the next one comes
             with self._lock:
                 self._idle += 1

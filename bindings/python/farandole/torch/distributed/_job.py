@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ class Job:
         self.timeout_s = min(timeout_s, LONGEST_S)
         self.has_seen_failure = False  # one that ended the group
         self.completer = Completer()
+        self.at_end: weakref.WeakSet[Any] = weakref.WeakSet()  # of works that a backward pass ends
         self._store = store
         self.context: Any = _NotJoined(not_joined) if not_joined else connect(store, rank, size, self.timeout_s)
 

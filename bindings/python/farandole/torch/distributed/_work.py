@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +15,9 @@ from torch._C._distributed_c10d import Work as _TorchWork
 
 from farandole.torch.distributed._futures import of_tensor_list
 from farandole.torch.distributed._job import Job
+
+#: What calls autograd's engine; before torch 2.3 backward() itself.
+_RUN_BACKWARD = getattr(torch.autograd.graph, "_engine_run_backward", torch.autograd.backward).__code__
 
 
 class Work(_TorchWork):
@@ -104,17 +109,22 @@ class Work(_TorchWork):
             if not devices and self.fl_outputs and self.fl_outputs[0].dtype == torch.float16:
                 self.fl_future = of_tensor_list(self.fl_future, self.fl_outputs)
         # On a GPU the host waits only until it is in a stream; the future belongs to the caller's.
-        if devices:
-            self.fl_complete()
+        is_of_pass = _is_called_by_reducer()
+        for one in [] if is_of_pass else list(self.fl_job.at_end):  # DDP may wait for all in a pass inside another one
+            one.leave()
         if devices or self.is_completed():
-            self.fl_set_future()
+            self.fl_end()
+        elif is_of_pass:
+            torch.autograd.Variable._execution_engine.queue_callback(_AtEnd(self))
         else:
             self.fl_job.completer.add(self)
         return self.fl_future
 
-    def fl_set_future(self) -> None:
-        """Ends the future, after the collective."""
-        self.fl_ended.set_result(self.fl_outputs)
+    def fl_end(self) -> None:
+        """Waits, and ends the future, whatever its callbacks raise: their own futures have it."""
+        self.fl_complete()
+        with contextlib.suppress(Exception):
+            self.fl_ended.set_result(self.fl_outputs)
 
     def fl_value(self, _: Any) -> list[torch.Tensor]:
         if self.fl_error is not None:
@@ -154,6 +164,42 @@ class Work(_TorchWork):
         self.fl_handles = [handle for handle in self.fl_handles if is_at_it and not handle.is_complete]  # on a GPU
         self.fl_is_done = True
         self.fl_finish = None
+
+
+def _is_called_by_reducer() -> bool:
+    """Whether DistributedDataParallel's C++ calls get_future() in a backward pass, at whose end it waits for all its
+    futures: the thread that does so ends them itself just before, which spares two wake-ups. Not in a pass inside
+    another one, whose end is an earlier one."""
+    if torch._C._current_autograd_node() is None:
+        return False
+    called_from = sys._getframe(1).f_back
+    if called_from is None or called_from.f_code is not _RUN_BACKWARD:
+        return False
+    outer = called_from.f_back
+    while outer is not None and outer.f_code is not _RUN_BACKWARD:
+        outer = outer.f_back
+    return outer is None
+
+
+class _AtEnd:
+    """What autograd calls at the end of a pass. Should the pass fail, it is not called but dropped, and the future ends
+    as others do."""
+
+    def __init__(self, work: Work) -> None:
+        self._work: Work | None = work
+        work.fl_job.at_end.add(self)
+
+    def __call__(self) -> None:
+        if self._work is not None:
+            self._work.fl_end()
+            self._work = None
+
+    def leave(self) -> None:
+        work, self._work = self._work, None
+        if work is not None:
+            work.fl_job.completer.add(work)
+
+    __del__ = leave
 
 
 def _event_after(outputs: list[torch.Tensor]) -> Any:
