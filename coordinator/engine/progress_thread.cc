@@ -88,9 +88,12 @@ void ProgressThread::Loop() {
       } else if (!stands_by && IsSleep(sleep_ns)) {
         looks_again = !doorbell_.MaySleep();
       }
+      looks_ns_ = stands_by ? kNever : DueNs(sleep_ns);
       engine_lock_.unlock();
       // A mutex is not fair: without a pause this thread would mostly get it again.
       if (engine_lock_wanted_.load() > 0) std::this_thread::yield();
+    } else {
+      looks_ns_ = clock_.NowNs() + sleep_ns;
     }
     if (stands_by) {
       const uint32_t rings = doorbell_.Ticket();  // those of peers since `ticket` do not count
@@ -141,9 +144,10 @@ void ProgressThread::RunAsCaller(const Work& work, int64_t deadline_ns,
   doorbell_.Listen(Listener::kCaller);
   uint32_t ticket = 0;
   int64_t moved_ns = -1;
+  EngineLoop::Outcome outcome;
   for (;;) {
     ticket = doorbell_.Ticket();
-    const EngineLoop::Outcome outcome = loop_.RunOnce(EngineLoop::Runner::kWaiter);
+    outcome = loop_.RunOnce(EngineLoop::Runner::kWaiter);
     const int64_t now_ns = loop_.now_ns();
     if (outcome.moved || moved_ns < 0) moved_ns = now_ns;
     if (outcome.moved) doorbell_.StayAwake();
@@ -162,16 +166,22 @@ void ProgressThread::RunAsCaller(const Work& work, int64_t deadline_ns,
       doorbell_.Sleep(Listener::kCaller, ticket, sleep_ns);
     }
   }
-  HandBack(ticket);
+  HandBack(ticket, outcome.sleep_ns);
+}
+
+int64_t ProgressThread::DueNs(int64_t sleep_ns) const {
+  return sleep_ns < 0 ? kNever : loop_.now_ns() + sleep_ns;
 }
 
 // What a caller leaves undone is the engine thread's again. Rings since `ticket` may have been
 // meant for the caller; planes, which ring only who may sleep, have nothing for an engine that has
 // no batch left. The listener changes before the lock is free, because a ring in between
-// must reach the engine thread. While that stands by, only what cannot wait for its next look
-// wakes it.
-void ProgressThread::HandBack(uint32_t ticket) {
-  const bool left = loop_.IsBusy();
+// must reach the engine thread. What is only to be looked after can wait for its next look: in a
+// loop of calls it would be woken by each, as peers that are ahead have announced the next one.
+void ProgressThread::HandBack(uint32_t ticket, int64_t sleep_ns) {
+  const bool can_wait = !loop_.AwaitsPeers() && !submissions_.IsWanted() && !lifecycle_.failed() &&
+                        !gpu_.in_use() && DueNs(sleep_ns) >= looks_ns_;
+  const bool left = loop_.IsBusy() && !can_wait;
   const bool stands_by = stands_by_ = stands_by_ && MayStandBy();
   doorbell_.Listen(stands_by ? Listener::kNobody : Listener::kEngine);
   engine_lock_.unlock();
@@ -205,13 +215,14 @@ void ProgressThread::RunBriefly() {
   doorbell_.Listen(Listener::kCaller);
   submissions_.Hurry();
   uint32_t ticket = 0;
+  EngineLoop::Outcome outcome;
   for (int run = 0; run < kBriefRuns; ++run) {
     ticket = doorbell_.Ticket();
-    if (!loop_.RunOnce(EngineLoop::Runner::kCaller).moved || lifecycle_.failed() || gpu_.in_use())
-      break;
+    outcome = loop_.RunOnce(EngineLoop::Runner::kCaller);
+    if (!outcome.moved || lifecycle_.failed() || gpu_.in_use()) break;
   }
   brief_ns_ = loop_.now_ns();
-  HandBack(ticket);
+  HandBack(ticket, outcome.sleep_ns);
 }
 
 // Counted in naps: a process that was stopped as a whole has not let the engine end its iteration.

@@ -46,7 +46,8 @@ class ProgressThread {
  private:
   void Loop();
   void RunAsCaller(const Work& work, int64_t deadline_ns, CallerThreads::Waiting& waiting);
-  void HandBack(uint32_t ticket);
+  int64_t DueNs(int64_t sleep_ns) const;
+  void HandBack(uint32_t ticket, int64_t sleep_ns);
   bool TakesEngineLock();
   bool MayStandBy() const;
   bool IsWanted() const;
@@ -64,7 +65,8 @@ class ProgressThread {
 
   std::mutex engine_lock_;
   std::atomic<int> engine_lock_wanted_{0};
-  std::atomic<int> sleepers_{0};  // callers that wait for the engine thread
+  std::atomic<int> sleepers_{0};      // callers that wait for the engine thread
+  std::atomic<int64_t> looks_ns_{0};  // when the engine thread does next, unless it is woken
   // Under the engine lock:
   bool stands_by_ = false;          // the engine thread looks every kStandByNs, and is not rung
   int64_t brief_ns_ = 0;            // of the last RunBriefly

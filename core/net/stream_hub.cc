@@ -2,6 +2,7 @@
 #include "core/net/stream_hub.h"
 
 #include <netinet/tcp.h>
+#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -29,6 +30,10 @@ constexpr int64_t kAttemptNs = 5 * kNsPerSecond;   // for one address, until its
 constexpr int64_t kWelcomeNs = 60 * kNsPerSecond;  // from then on: who is accepted is not in doubt
 constexpr int64_t kRetryNs = 100 * kNsPerMs;
 constexpr int64_t kPauseNs = 10 * kNsPerMs;
+// Who spins has polled not longer ago. The hub's thread then leaves the sockets to it, and looks
+// again after a while: woken by each frame, it would take a core from those who wait.
+constexpr int64_t kPolledNs = 20 * kNsPerUs;
+constexpr int64_t kLeaveNs = 100 * kNsPerUs;
 constexpr int64_t kExhaustedNs = 5 * kNsPerSecond;  // in which the program may close descriptors
 constexpr int64_t kSilenceNs = 100 * kNsPerMs;      // after which a connection may have to make way
 constexpr int kPeerTimeoutMs = 30'000;              // for data that nobody acknowledges
@@ -164,6 +169,7 @@ void StreamHub::Shutdown() {
     Wake();
   }
   thread_.join();
+  const std::lock_guard lock(mutex_);  // an engine that was left behind may go on
   for (const auto& [id, connection] : connections_) {
     (void)Flush(*connection);
     (void)shutdown(connection->socket, SHUT_WR);
@@ -188,36 +194,59 @@ void StreamHub::Wake() {
 }
 
 void StreamHub::Ring() {
-  if (options_.doorbell != nullptr) options_.doorbell->Ring();
+  if (options_.doorbell != nullptr && !polls_) options_.doorbell->Ring();
 }
 
-// The mutex is free while the thread sleeps. Events carry numbers, not pointers: a connection that
-// an earlier event of the same round has closed is not found.
+// The mutex is free while the thread sleeps. To know that there are events takes none of them.
 void StreamHub::Run() {
-  std::array<epoll_event, 64> events;
+  pollfd any{epoll_, POLLIN, 0};
   std::unique_lock lock(mutex_);
   while (!stops_) {
-    const int64_t wait_ns = NextTimer() - options_.clock->NowNs();
-    const bool forever = NextTimer() == kNever;
+    timer_ns_ = NextTimer();
+    const int64_t wait_ns = timer_ns_ - options_.clock->NowNs();
+    const bool forever = timer_ns_ == kNever;
     const int wait_ms =
         forever ? -1 : static_cast<int>(std::clamp<int64_t>(wait_ns / kNsPerMs + 1, 0, 60'000));
     lock.unlock();
-    const int count = epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), wait_ms);
+    (void)poll(&any, 1, wait_ms);
     lock.lock();
-    for (int i = 0; i < count; ++i) {
-      HandleEvent(events[static_cast<size_t>(i)].data.u64, events[static_cast<size_t>(i)].events);
+    if (options_.clock->NowNs() - polled_ns_ < kPolledNs) {
+      lock.unlock();
+      std::this_thread::sleep_for(std::chrono::nanoseconds(kLeaveNs));
+      lock.lock();
     }
+    uint64_t count = 0;
+    (void)!read(wake_, &count, sizeof count);
+    HandleEvents();
     RunTimers(options_.clock->NowNs());
   }
 }
 
+// Events carry numbers, not pointers: a connection that an earlier event of the same round has
+// closed is not found. The thread alone takes what wakes it.
+bool StreamHub::HandleEvents() {
+  std::array<epoll_event, 64> events;
+  const int count = epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), 0);
+  for (int i = 0; i < count; ++i) {
+    HandleEvent(events[static_cast<size_t>(i)].data.u64, events[static_cast<size_t>(i)].events);
+  }
+  return count > 0;
+}
+
+// Who polls takes the first event at once and looks at its links after that: only further events
+// ring. The thread sleeps until its next timer, and may not know of a sooner one.
+void StreamHub::Poll() {
+  polls_ = true;
+  const bool moved = HandleEvents();
+  polls_ = false;
+  polled_ns_ = options_.clock->NowNs();
+  if (events_.size() > 1) Ring();
+  if (moved && NextTimer() < timer_ns_) Wake();
+}
+
 void StreamHub::HandleEvent(uint64_t id, uint32_t events) {
   if (id == kWatchId) return Ring();
-  if (id == kWakeId) {
-    uint64_t count = 0;
-    (void)!read(wake_, &count, sizeof count);
-    return;
-  }
+  if (id == kWakeId) return;
   if (const auto listener = listeners_.find(id); listener != listeners_.end()) {
     return AcceptFrom(listener->second);
   }
@@ -944,7 +973,7 @@ Status StreamHub::Send(int to, FrameType type, ByteSpan payload) {
   }
   const std::lock_guard lock(mutex_);
   const PeerState& peer = peers_[static_cast<size_t>(to)];
-  if (peer.left) return Status();
+  if (peer.left || stops_) return Status();
   if (!peer.lost.ok() && peer.out == 0) return peer.lost;
   if (peer.out != 0) {
     Connection& connection = *connections_.at(peer.out);
@@ -973,6 +1002,7 @@ void StreamHub::SendOnJoin(uint64_t connection, FrameType type, ByteSpan payload
 std::optional<HubEvent> StreamHub::Next(std::vector<std::byte> reuse) {
   const std::lock_guard lock(mutex_);
   if (reuse.capacity() > spare_.capacity()) spare_ = std::move(reuse);
+  if (events_.empty() && !watched_.empty() && !stops_) Poll();
   if (events_.empty()) return std::nullopt;
   HubEvent event = std::move(events_.front());
   events_.pop_front();

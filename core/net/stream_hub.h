@@ -1,5 +1,6 @@
 // All sockets of a rank: one thread that sleeps in epoll accepts, connects, proves the job's key,
-// reads and writes control streams, and watches the sockets of links.
+// reads and writes control streams, and watches the sockets of links. Whoever polls for the next
+// event does so in its place, and saves two wake-ups for each frame.
 #pragma once
 
 #include <condition_variable>
@@ -118,7 +119,8 @@ class StreamHub final : public DataStreams {
   Status Send(int to, FrameType type, ByteSpan payload);
   /// On a stream of the role kJoin, at either end. `last`: it ends when this has been sent.
   void SendOnJoin(uint64_t connection, FrameType type, ByteSpan payload, bool last);
-  /// The next event, if there is one. `reuse`: an event that is not needed any more.
+  /// The next event, if there is one; looks at the sockets where ranks are watched. `reuse`: an
+  /// event that is not needed any more.
   std::optional<HubEvent> Next(std::vector<std::byte> reuse = {});
   /// Events that were taken too early are the next ones again.
   void PutBack(std::vector<HubEvent> events);
@@ -159,6 +161,8 @@ class StreamHub final : public DataStreams {
   void Run();
   void Wake();
   // All below with mutex_ held.
+  bool HandleEvents();
+  void Poll();
   void HandleEvent(uint64_t id, uint32_t events);
   void RunTimers(int64_t now_ns);
   int64_t NextTimer() const;
@@ -230,6 +234,9 @@ class StreamHub final : public DataStreams {
   bool has_failed_ = false;  // for want of them
   uint64_t next_id_ = 2;
   bool stops_ = false;
+  bool polls_ = false;  // whoever has called Next, now
+  int64_t polled_ns_ = INT64_MIN / 2;
+  int64_t timer_ns_ = kNever;  // that the thread knows of
   bool joins_are_open_ = false;
   std::function<std::string(int rank)> late_answer_;
   std::thread thread_;

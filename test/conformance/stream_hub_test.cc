@@ -130,6 +130,43 @@ TEST(StreamHub, ARankThatIsSilentIsLostAndLearnsWhyOnceItGoesOn) {
   EXPECT_EQ(Pair::TextOf(pair.Await(1)), "lost");
 }
 
+class CountingDoorbell final : public Doorbell {
+ public:
+  void Ring() override { rings.fetch_add(1); }
+  std::atomic<int> rings{0};
+};
+
+TEST(StreamHub, WhoeverPollsTakesFramesInTheirOrderAndIsNotRungForEach) {
+  CountingDoorbell bell;
+  Pair pair(0, &bell);
+  const int before = bell.rings.load();
+  constexpr int kFrames = 2000;
+  for (int number = 0; number < kFrames; ++number) {
+    const std::string text = std::to_string(number);
+    ASSERT_TRUE(pair.hubs[0]->Send(1, FrameType::kMessage, TextBytes(text)).ok());
+    std::optional<HubEvent> event;
+    while (!event) event = pair.hubs[1]->Next();
+    ASSERT_EQ(Pair::TextOf(*event), text);
+  }
+  EXPECT_LT(bell.rings.load() - before, kFrames);
+}
+
+// The thread sleeps without a limit when the stranger is accepted by whoever polls.
+TEST(StreamHub, WhoeverPollsLeavesTimersToTheThread) {
+  Pair pair(0);
+  const SocketAddress at = pair.hubs[0]->Peer(1).front();
+  const int stranger = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  ASSERT_EQ(connect(stranger, at.data(), at.size()), 0);
+  const int64_t until_ns = SteadyClock().NowNs() + kLongNs;
+  ssize_t read = 1;
+  for (char byte = 0; read != 0 && SteadyClock().NowNs() < until_ns;) {
+    EXPECT_FALSE(pair.hubs[1]->Next());
+    read = recv(stranger, &byte, 1, MSG_DONTWAIT);
+  }
+  EXPECT_EQ(read, 0) << "a connection without proof has no limit";
+  close(stranger);
+}
+
 // As a box on the way does that forgets connections.
 TEST(StreamHub, NeitherEndOfABrokenConnectionIsCalledGone) {
   Pair pair(0);
