@@ -433,10 +433,7 @@ def reduction_options(
 
 def _allreduce_with(flags: int) -> Callable[[Any, Any, Any, Any, Any, Any], Any]:
     """An allreduce of (tensor, name, op, prescale_factor, postscale_factor, process_set); see ``_core.allreduce``."""
-
-    def options_of(op: int | None, prescale: float, postscale: float, process_set: ProcessSet) -> _core.Options:
-        return reduction_options(ALLREDUCE, op, prescale, postscale, process_set)
-
+    options_of = functools.partial(reduction_options, ALLREDUCE)
     return _core.allreduce(flags, basics._of_thread, basics._Process, basics.current, global_process_set, options_of)
 
 

@@ -94,7 +94,7 @@ def allreduce_async(
     if average is not None:
         op = _with_average(average, op)
     if not isinstance(tensor, torch.Tensor):
-        _dense(tensor)
+        _library.check_dense(tensor)
     return start_allreduce(tensor, name, op, prescale_factor, postscale_factor, process_set)
 
 
@@ -106,7 +106,7 @@ def allreduce_(
     if average is not None:
         op = _with_average(average, op)
     if not isinstance(tensor, torch.Tensor):
-        _dense(tensor)
+        _library.check_dense(tensor)
     result: torch.Tensor = run_allreduce_(tensor, name, op, prescale_factor, postscale_factor, process_set)
     return result
 
@@ -119,7 +119,7 @@ def allreduce_async_(
     if average is not None:
         op = _with_average(average, op)
     if not isinstance(tensor, torch.Tensor):
-        _dense(tensor)
+        _library.check_dense(tensor)
     return start_allreduce_(tensor, name, op, prescale_factor, postscale_factor, process_set)
 
 

@@ -110,8 +110,9 @@ class Work(_TorchWork):
                 self.fl_future = of_tensor_list(self.fl_future, self.fl_outputs)
         # On a GPU the host waits only until it is in a stream; the future belongs to the caller's.
         is_of_pass = _is_called_by_reducer()
-        for one in [] if is_of_pass else list(self.fl_job.at_end):  # DDP may wait for all in a pass inside another one
-            one.leave()
+        if not is_of_pass:
+            for one in list(self.fl_job.at_end):  # DDP may wait for all in a pass inside another one
+                one.leave()
         if devices or self.is_completed():
             self.fl_end()
         elif is_of_pass:
