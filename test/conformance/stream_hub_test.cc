@@ -17,6 +17,7 @@
 
 #include "core/futex.h"
 #include "core/net/listener.h"
+#include "test/support/counting_doorbell.h"
 
 namespace farandole {
 namespace {
@@ -130,16 +131,10 @@ TEST(StreamHub, ARankThatIsSilentIsLostAndLearnsWhyOnceItGoesOn) {
   EXPECT_EQ(Pair::TextOf(pair.Await(1)), "lost");
 }
 
-class CountingDoorbell final : public Doorbell {
- public:
-  void Ring() override { rings.fetch_add(1); }
-  std::atomic<int> rings{0};
-};
-
 TEST(StreamHub, WhoeverPollsTakesFramesInTheirOrderAndIsNotRungForEach) {
   CountingDoorbell bell;
   Pair pair(0, &bell);
-  const int before = bell.rings.load();
+  const int before = bell.rings();
   constexpr int kFrames = 2000;
   for (int number = 0; number < kFrames; ++number) {
     const std::string text = std::to_string(number);
@@ -148,7 +143,7 @@ TEST(StreamHub, WhoeverPollsTakesFramesInTheirOrderAndIsNotRungForEach) {
     while (!event) event = pair.hubs[1]->Next();
     ASSERT_EQ(Pair::TextOf(*event), text);
   }
-  EXPECT_LT(bell.rings.load() - before, kFrames);
+  EXPECT_LT(bell.rings() - before, kFrames);
 }
 
 // The thread sleeps without a limit when the stranger is accepted by whoever polls.

@@ -6,15 +6,10 @@
 
 #include "coordinator/control/in_process.h"
 #include "coordinator/liveness/table.h"
+#include "test/support/counting_doorbell.h"
 
 namespace farandole {
 namespace {
-
-class CountingDoorbell final : public Doorbell {
- public:
-  void Ring() override { ++rings; }
-  int rings = 0;
-};
 
 std::span<const std::byte> Text(const std::string& text) {
   return std::as_bytes(std::span(text.data(), text.size()));
@@ -53,8 +48,8 @@ TEST(InProcessTransport, RingsOnlyTheReceiver) {
   const auto sender = hub.Create(0, &mine);
   const auto receiver = hub.Create(1, &theirs);
   ASSERT_TRUE(sender->Send(1, Text("a")).ok());
-  EXPECT_EQ(mine.rings, 0);
-  EXPECT_EQ(theirs.rings, 1);
+  EXPECT_EQ(mine.rings(), 0);
+  EXPECT_EQ(theirs.rings(), 1);
 }
 
 TEST(InProcessTransport, DoesNotRingADoorbellThatIsGone) {
