@@ -402,6 +402,12 @@ Status FindRankZero(const Environment& environment, const InitOptions& options,
     launcher.address = *ours;
     return CheckAddress(launcher.address, "FARANDOLE_ADDRESS");
   }
+  if (launcher.source == "pmi") {
+    const Result<int> socket = OptionalNumber(environment, {"PMI_FD"}, 0, INT32_MAX);
+    if (!socket.ok()) return socket.status();
+    launcher.pmi_descriptor = socket.value();
+    if (launcher.pmi_descriptor >= 0) return {};
+  }
   FARANDOLE_RETURN_IF_ERROR(TakeMaster(environment, launcher));
   return launcher.address.empty() ? TakeSlurmStep(environment, launcher) : Status();
 }
@@ -461,14 +467,17 @@ Result<std::string> ChooseNetwork(const Launcher& launcher, const std::string& s
     return InvalidArgument("FARANDOLE_NETWORK=\"" + setting + "\" is not auto, mpi or tcp");
   }
   if (setting == "mpi" && !launcher.is_apart) return setting;
-  if (setting == "auto" && launcher.has_mpi && !launcher.is_chosen) return std::string("mpi");
+  const bool has_pmi = launcher.pmi_descriptor >= 0;
+  const bool is_mpi = launcher.has_mpi && !has_pmi && !launcher.is_chosen;
+  if (setting == "auto" && is_mpi) return std::string("mpi");
   const std::string ranks =
       launcher.source + " says " + std::to_string(launcher.size) + " ranks, but ";
   if (launcher.is_taken) {
     return InvalidArgument(ranks + "its own store listens at " + launcher.address +
                            ": pass a store, or set FARANDOLE_ADDRESS to another port there");
   }
-  if (launcher.address.empty() && launcher.folder.empty() && launcher.store == nullptr) {
+  if (launcher.address.empty() && launcher.folder.empty() && launcher.store == nullptr &&
+      !has_pmi) {
     return InvalidArgument(ranks +
                            "nobody says where rank 0 is: set FARANDOLE_ADDRESS=host:port, or "
                            "MASTER_ADDR and MASTER_PORT, or pass an address or a store to init");

@@ -58,6 +58,7 @@ struct Launcher {
   std::shared_ptr<Store> store;  ///< As InitOptions::store.
   /// torchrun's own store listens at its MASTER_PORT, so rank 0 cannot: a store has to be given.
   bool is_taken = false;
+  int pmi_descriptor = -1;     ///< Of the launcher's key-value space (PmiStore); -1: none.
   int listen_descriptor = -1;  ///< Of rank 0, a socket that listens at `address`; -1: none.
   int key_descriptor = -1;     ///< Holds the job's key, to be read once; -1: none.
   std::string key_file;        ///< Holds the job's key; or empty.
@@ -73,8 +74,9 @@ inline constexpr const char* kRankProcess = "FARANDOLE_RANK_PROCESS";
 /// PMI, PMIx under Slurm, Slurm's own step, else a single process. What `options` say wins over a
 /// launcher that says one rank, as a Slurm step with a shell does; others have to agree.
 ///
-/// Where rank 0 is: `options`, FARANDOLE_ADDRESS, MASTER_ADDR and MASTER_PORT, or in a Slurm step
-/// the first of its nodes, with a port that follows from the job's and the step's number.
+/// Where rank 0 is: `options`, FARANDOLE_ADDRESS, the key-value space of PMI, MASTER_ADDR and
+/// MASTER_PORT, or in a Slurm step the first of its nodes, with a port that follows from the job's
+/// and the step's number.
 ///
 /// Slurm's variables count only when nobody else speaks: on several nodes Open MPI and Hydra start
 /// their daemons with srun, so a rank sees the daemon's SLURM_PROCID. They count only in a numeric
@@ -85,7 +87,8 @@ inline constexpr const char* kRankProcess = "FARANDOLE_RANK_PROCESS";
 Result<Launcher> DetectLauncher(const Environment& environment, const InitOptions& options = {});
 
 /// The network that the job is to use: "mpi" or "tcp". `setting` is FARANDOLE_NETWORK; "auto" is
-/// TCP where somebody said for Farandole where rank 0 is, else MPI under an MPI launcher, else TCP.
+/// TCP where somebody said for Farandole where rank 0 is or the launcher speaks PMI, else MPI under
+/// an MPI launcher, else TCP.
 /// @return InvalidArgument if `setting` is none of the three, or nobody says where rank 0 is.
 Result<std::string> ChooseNetwork(const Launcher& launcher, const std::string& setting);
 

@@ -21,6 +21,7 @@
 #include "coordinator/liveness/listen_beside.h"
 #include "coordinator/membership/encoding.h"
 #include "core/futex.h"
+#include "core/pmi_store.h"
 #include "ops/cpu/kernels.h"
 #include "ops/p2p/plane.h"
 #include "ops/shm/plane.h"
@@ -134,8 +135,11 @@ class Bootstrap::RelayedStore final : public Store {
     const int number = number_;
     lock.unlock();
     Result<std::string> answer = Call(request);
-    if (answer.status().code() == Code::kTimeout) return;  // asked again
     lock.lock();
+    if (answer.status().code() == Code::kTimeout) {  // asked again
+      why_late_ = answer.status().message();
+      return;
+    }
     if (request_ && number == number_) answer_ = std::move(answer);
     changed_.notify_all();
   }
@@ -172,6 +176,7 @@ class Bootstrap::RelayedStore final : public Store {
       request_ = std::move(request);
       ++number_;
       answer_.reset();
+      why_late_.clear();
     }
     ask_();
     const auto limit = std::chrono::nanoseconds(std::max<int64_t>(timeout_ns, 0));
@@ -182,7 +187,7 @@ class Bootstrap::RelayedStore final : public Store {
     }
     if (is_closed_) return Aborted("init was given up");
     return Timeout(std::string("init: the store has not ") + (is_set ? "taken" : "given") + " \"" +
-                   key + "\" in time");
+                   key + "\" in time" + (why_late_.empty() ? "" : ": " + why_late_));
   }
 
   const std::shared_ptr<Store> store_;
@@ -193,6 +198,7 @@ class Bootstrap::RelayedStore final : public Store {
   std::optional<Request> request_;
   int number_ = 0;  // of the request
   std::optional<Result<std::string>> answer_;
+  std::string why_late_;  // what the store said last
   bool is_closed_ = false;
 };
 
@@ -315,9 +321,10 @@ void Bootstrap::BeginJoining() {
     news_.fetch_add(1);
     FutexWake(news_, INT_MAX);
   };
-  if (launcher_.store != nullptr) {
-    store_ = std::make_shared<RelayedStore>(launcher_.store, deadline_ns_, ring);
-  }
+  const bool has_pmi = network_ == "tcp" && launcher_.pmi_descriptor >= 0;
+  const std::shared_ptr<Store> store =
+      has_pmi ? PmiStore(launcher_.pmi_descriptor) : launcher_.store;
+  if (store != nullptr) store_ = std::make_shared<RelayedStore>(store, deadline_ns_, ring);
   // Before the thread exists, since the process may end while it starts.
   World::Get().UnwaitedThreadBegins();
   const auto join = [this, ring, self = shared_from_this()] {

@@ -195,6 +195,14 @@ TEST(ChooseNetwork, IsMpiUnderAnMpiLauncherUnlessSomebodyNamesAnAddressForFarand
   EXPECT_EQ(NetworkOf(With(OpenMpi("1", "2"), EnvUrl()), "auto"), "mpi");
   EXPECT_EQ(NetworkOf(With(OpenMpi("1", "2"), EnvUrl()), "tcp"), "tcp");
   EXPECT_EQ(NetworkOf(With(OpenMpi("1", "4"), {{"FARANDOLE_ADDRESS", "h:1"}}), "auto"), "tcp");
+  const Environment pmi = {{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}};
+  EXPECT_EQ(NetworkOf(pmi, "auto"), "mpi");
+  const Environment speaks =
+      With({{"PMI_FD", "9"}, {"MASTER_ADDR", "h"}, {"MASTER_PORT", "1"}}, pmi);
+  EXPECT_EQ(NetworkOf(speaks, "auto"), "tcp");
+  EXPECT_EQ(NetworkOf(speaks, "mpi"), "mpi");
+  EXPECT_EQ(Detect(speaks).address, "");  // another program's store may listen there
+  EXPECT_EQ(Detect(With({{"FARANDOLE_ADDRESS", "h:1"}}, speaks)).pmi_descriptor, -1);
   EXPECT_EQ(NetworkOf(EnvUrl(), "auto"), "tcp");
   EXPECT_EQ(NetworkOf(EnvUrl(), "mpi"), "mpi");
 }
