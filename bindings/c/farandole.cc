@@ -600,6 +600,10 @@ void farandole_wait_in_slices(int32_t threads, int32_t helpers) {
   farandole::CallerThreads::WaitInSlices(threads, helpers);
 }
 
+void farandole_leave_thread(void) { farandole::CallerThreads::Leave(); }
+
+void farandole_count_waiting_threads(void) { farandole::CallerThreads::CountOnlyWaiting(); }
+
 void farandole_describe_with(farandole_describe describe) {
   farandole::SetDescribeProgram(describe);
 }

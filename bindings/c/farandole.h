@@ -604,6 +604,12 @@ FARANDOLE_API int farandole_when_finished(farandole_work* work, farandole_finish
  * many there are, ranks that wait for different operations are given a second to start what is
  * missing before that is an error. */
 FARANDOLE_API void farandole_wait_in_slices(int32_t threads, int32_t helpers);
+/** For threads that run a part of the program now and then, such as those of a pool: until its next
+ * call the calling thread is none of those of which all must wait for a divergence. */
+FARANDOLE_API void farandole_leave_thread(void);
+/** For programs whose calls come from the threads of a library, while the program's own wait for
+ * these: from here on all threads of the process are so but while they wait for an operation. */
+FARANDOLE_API void farandole_count_waiting_threads(void);
 
 /** Writes where these threads of the program are (numbers as of pthread_self; none: the main
  * thread) into `text`, which has room for `capacity` bytes and ends with 0; nothing: unknown. It

@@ -1,7 +1,5 @@
 #include "bindings/c/result_memory.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <cstddef>
 #include <cstdlib>
@@ -12,25 +10,20 @@
 #include <utility>
 
 #include "coordinator/protocol/splits.h"
+#include "core/huge_pages.h"
 
 namespace {
 
-constexpr int64_t kAlign = 64;              // of a cache line, and of any vector register
-constexpr size_t kPage = 4096;              // bytes; madvise wants to begin at one
-constexpr size_t kLarge = size_t{4} << 20;  // bytes; holds a huge page wherever it begins
+constexpr int64_t kAlign = 64;  // of a cache line, and of any vector register
 
-// A large result in huge pages, if the kernel has any: a fresh page costs a fault when it is first
-// written, and with small ones those take longer than the transfer. nullptr: there is no memory.
+// nullptr: there is no memory.
 void* AllocateHost(int64_t bytes) {
   // aligned_alloc takes multiples of the alignment. An empty result gets a line as well: nullptr
   // means only that there is no memory.
   const auto size =
       static_cast<size_t>((std::max<int64_t>(bytes, 1) + kAlign - 1) / kAlign * kAlign);
   void* const memory = std::aligned_alloc(kAlign, size);
-  if (memory == nullptr || size < kLarge) return memory;
-  const size_t before = (kPage - reinterpret_cast<uintptr_t>(memory) % kPage) % kPage;
-  // Where the kernel has no huge pages, or its small ones are larger, only speed is lost.
-  (void)madvise(static_cast<std::byte*>(memory) + before, size - before, MADV_HUGEPAGE);
+  if (memory != nullptr) farandole::UseHugePages(memory, size);
   return memory;
 }
 

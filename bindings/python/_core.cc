@@ -391,6 +391,9 @@ void BindContext(py::module_& m) {
       .def_static("in_process", &Context::InProcess, py::arg("size"))
       .def_static("forget_all", &Context::ForgetAll)
       .def_property_readonly("is_closed", &Context::is_closed)
+      // Of the C ABI, for libraries beside this one.
+      .def_property_readonly(
+          "address", [](const Context& self) { return reinterpret_cast<uintptr_t>(self.get()); })
       .def("close", &Context::Close)
       .def(
           "close_within", [](Context& self, double limit_s) { return self.CloseWithin(limit_s); },
@@ -604,6 +607,7 @@ PYBIND11_MODULE(_core, m) {
       py::cpp_function(&farandole::python::StopDescribingThreads));
   py::module_::import("atexit").attr("register")(
       py::cpp_function(&farandole::python::StopCallingBack));
+  m.def("count_waiting_threads", &farandole_count_waiting_threads);
   m.def("exit_with", &ExitWith, py::arg("code"));
   BindContext(m);
   BindWork(m);

@@ -4,6 +4,7 @@
 #include <array>
 #include <climits>
 #include <cstring>
+#include <utility>
 
 namespace farandole::python {
 namespace py = pybind11;
@@ -142,20 +143,14 @@ void ThrowAs(int code, const char* text) {
 void ThrowInternal(const char* text) { ThrowAs(FARANDOLE_INTERNAL, text); }
 
 ThreadCount CountThreads() {
-  ThreadCount count{0, 0};
   try {
-    for (const py::handle thread : py::module_::import("threading").attr("enumerate")()) {
-      const auto name = thread.attr("name").cast<std::string>();
-      if (name == "farandole-futures" || !thread.attr("daemon").cast<bool>()) {
-        ++count.program;
-      } else if (!name.starts_with("farandole-")) {
-        ++count.helpers;
-      }
-    }
+    const auto [program, helpers] = py::module_::import("farandole._activity")
+                                        .attr("count_threads")()
+                                        .cast<std::pair<int, int>>();
+    return {program, helpers};
   } catch (py::error_already_set&) {  // the interpreter ends: nobody knows
     return {INT_MAX, 0};
   }
-  return {std::max(count.program, 1), count.helpers};
 }
 
 }  // namespace farandole::python

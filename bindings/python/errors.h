@@ -78,7 +78,8 @@ inline constexpr double kSliceSeconds = 0.05;
 inline constexpr double kFirstSliceSeconds = 0.02;
 
 /// Of the program: those that the interpreter waits for at its end, and those of the backend of
-/// torch.distributed. Helpers: other daemons, which may start operations but mostly are libraries'.
+/// torch.distributed; and one for compiled programs that may run. Helpers: other daemons, which may
+/// start operations but mostly are libraries'.
 struct ThreadCount {
   int program = 1;
   int helpers = 0;

@@ -3,10 +3,15 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
 #include <utility>
 #include <vector>
 
 namespace farandole {
+
+namespace {
+std::atomic<bool> only_waiting = false;  // see CountOnlyWaiting
+}  // namespace
 
 /// What a thread knows of the engines that it has called. They may end before it, and it before
 /// them.
@@ -33,6 +38,10 @@ CallerThreads::Thread& CallerThreads::ThisThread() {
 }
 
 void CallerThreads::Enter() {
+  if (!only_waiting) Add();
+}
+
+void CallerThreads::Add() {
   Thread& thread = ThisThread();
   if (thread.last == state_.get()) return;
   const bool is_known = std::ranges::find(thread.entered, state_) != thread.entered.end();
@@ -46,6 +55,11 @@ void CallerThreads::Enter() {
 }
 
 void CallerThreads::Leave() { ThisThread().Leave(); }
+
+void CallerThreads::CountOnlyWaiting() {
+  only_waiting = true;
+  Leave();
+}
 
 bool CallerThreads::AllWait() const {
   const std::lock_guard lock(state_->mutex);
@@ -86,6 +100,7 @@ void CallerThreads::WaitInSlices(int threads, int helpers) {
   const bool ends = threads == 0 && thread.slices != 0;
   thread.slices = threads;
   thread.helpers = helpers;
+  if (ends && only_waiting) thread.Leave();
   for (size_t i = 0; ends && i < thread.entered.size(); ++i) {
     const std::lock_guard lock(thread.entered[i]->mutex);
     thread.entered[i]->callers[&thread].work.reset();
@@ -94,7 +109,7 @@ void CallerThreads::WaitInSlices(int threads, int helpers) {
 
 CallerThreads::Waiting::Waiting(CallerThreads& threads, const Work& work, bool is_unlimited)
     : threads_(threads), work_(work), counts_(is_unlimited || ThisThread().slices > 0) {
-  threads_.Enter();
+  threads_.Add();
 }
 
 void CallerThreads::Waiting::Sleeps() {
@@ -105,7 +120,11 @@ void CallerThreads::Waiting::Sleeps() {
 
 CallerThreads::Waiting::~Waiting() {
   const bool goes_on = ThisThread().slices > 0 && !work_.done();
-  if (sleeps_ && !goes_on) threads_.Set({});
+  if (only_waiting && work_.done()) {
+    Leave();
+  } else if (sleeps_ && !goes_on) {
+    threads_.Set({});
+  }
 }
 
 }  // namespace farandole

@@ -20,10 +20,13 @@ class CallerThreads {
  public:
   CallerThreads() : state_(std::make_shared<State>()) {}
 
-  /// The calling thread is one of them. Cheap after the first time.
+  /// The calling thread, which starts an operation, is one of them. Cheap after the first time.
   void Enter();
   /// The calling thread is one of no engine's any more, until it enters again.
   static void Leave();
+  /// From here on a thread of this process counts only while it waits, as a library's threads call
+  /// in place of those that wait for it.
+  static void CountOnlyWaiting();
   /// There are some, and all wait for work that is not done.
   bool AllWait() const;
   /// Each says how many threads the program has, as those with WaitInSlices do, and so many are
@@ -70,6 +73,7 @@ class CallerThreads {
   };
   struct Thread;
   static Thread& ThisThread();
+  void Add();
   void Set(std::weak_ptr<const Work> work);
 
   const std::shared_ptr<State> state_;

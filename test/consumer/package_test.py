@@ -64,6 +64,29 @@ def test_an_editable_installation_runs_from_the_sources(unpacked, tmp_path):
     assert output.split()[0] == "1" and output.split()[1].startswith(path), output
 
 
+@pytest.mark.parametrize("has_jaxlib", [True, False])
+def test_a_build_reads_jaxlibs_header_where_its_interpreter_has_it(has_jaxlib, unpacked, tmp_path):
+    """An isolated one, which imports nothing that is installed there, but what pip puts on its path."""
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path)
+    python, cmake = tmp_path / "bin" / "python", tmp_path / "bin" / "cmake"
+    include = pathlib.Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")[1].strip())
+    header = include / "jaxlib" / "include" / "xla" / "ffi" / "api" / "c_api.h"
+    if has_jaxlib:
+        header.parent.mkdir(parents=True)
+        header.touch()
+    cmake.write_text(f'#!/bin/sh\necho "$*" >>{tmp_path}/calls\n')
+    cmake.chmod(0o755)
+    site = next(path for path in sys.path if (pathlib.Path(path) / "setuptools").is_dir())
+    environment = {name: value for name, value in os.environ.items() if name != "FARANDOLE_BUILD_DIR"}
+    code, output = run(python, "-c", f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})",
+                       cwd=unpacked, env=environment | {
+                           "PYTHONPATH": site, "PATH": f"{cmake.parent}:{os.environ['PATH']}"})  # fmt: skip
+    assert code == 0, output
+    configure, build, install = (tmp_path / "calls").read_text().splitlines()
+    assert (f"-DFARANDOLE_XLA_INCLUDE={header.parents[3]}" in configure) == has_jaxlib
+    assert "farandole_xla" in build and "--component python" in install
+
+
 def test_what_an_installation_leaves_in_the_sources_is_no_reason_for_another(unpacked, tmp_path):
     shutil.copytree(unpacked, tmp_path / "copy")
     module = tmp_path / "copy" / "bindings" / "python" / "farandole" / "basics.py"

@@ -263,10 +263,26 @@ TEST_F(CAbi, RefusesNullByTheNameOfThePointer) {
   EXPECT_EQ(farandole_sha256("abc", 3, digest), FARANDOLE_OK);
   EXPECT_EQ(digest[0] << 8 | digest[31], 0xbaad);  // FIPS 180-4's first example
   // Without an error code, or without a pointer.
-  all.functions.insert({"version", "abi_version", "last_error", "release", "buffer_data",
-                        "buffer_bytes", "buffer_release", "poll", "skipped", "work_release",
-                        "gradients_marked", "gradients_skipped", "counters", "gradients_release",
-                        "gradients_next", "operation_release", "wait_in_slices", "describe_with"});
+  all.functions.insert({"version",
+                        "abi_version",
+                        "last_error",
+                        "release",
+                        "buffer_data",
+                        "buffer_bytes",
+                        "buffer_release",
+                        "poll",
+                        "skipped",
+                        "work_release",
+                        "gradients_marked",
+                        "gradients_skipped",
+                        "counters",
+                        "gradients_release",
+                        "gradients_next",
+                        "operation_release",
+                        "wait_in_slices",
+                        "leave_thread",
+                        "count_waiting_threads",
+                        "describe_with"});
   EXPECT_EQ(all.functions, ExportedFunctions());
   // The operation is as it was.
   EXPECT_EQ(farandole_run(operation, 0, &in, &out, -1, &a_work), FARANDOLE_OK);

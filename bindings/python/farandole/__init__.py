@@ -10,6 +10,7 @@ an NVIDIA GPU. It imports no framework. ``farandole.torch`` is the frontend for 
     mean = farandole.allreduce(np.full(4, farandole.rank(), np.float32))
 """
 
+from farandole import _loading as _loading  # isort: skip  # before all that imports _core
 from farandole import _core, basics, exceptions, generations, ops, stopping
 from farandole._in_process import in_process
 from farandole._spawn import spawn

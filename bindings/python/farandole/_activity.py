@@ -5,17 +5,72 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import weakref
+from collections.abc import Callable
 from types import CodeType, FrameType
+from typing import Any
+
+from farandole import _core
 
 _PACKAGE = os.path.dirname(__file__) + os.sep
+_FRAMEWORKS = ("torch", "tensorflow", "keras", "jax")
 _MOST_FRAMES = 3
 _MOST_THREADS = 3
 
+#: How many threads besides the program's own may yet start an operation: asked by a thread that waits for one.
+may_start: list[Callable[[], int]] = []
+_MANY = 1 << 20
+
+
+def count_only_waiting() -> None:
+    """For a library whose threads call Farandole in place of the program's, which wait for them: from here on only
+    threads that wait count among those of which all must wait for a divergence."""
+    if _count_apart not in may_start:
+        may_start.append(_count_apart)
+        _core.count_waiting_threads()
+
+
+def _count_apart() -> int:
+    """Daemons, if the calling thread is one, as it waits in place of no other. A thread of a library waits in place of
+    the main one, if that is in a library; else it may start anything."""
+    caller, main = threading.get_ident(), threading.main_thread().ident or 0
+    threads = [thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)]
+    for own in threads:
+        if own.ident == caller:
+            daemons = [thread for thread in threads if thread.daemon and not thread.name.startswith("farandole-")]
+            return len(daemons) if own.daemon else 0
+    code = getattr(sys._current_frames().get(main), "f_code", None)
+    return 0 if code is not None and code.co_filename.startswith(libraries()) else _MANY
+
+
+def count_threads() -> tuple[int, int]:
+    """The threads of the program, and its helpers: daemons and workers of a ThreadPoolExecutor that have nothing to do,
+    as Keras leaves them. Those of ``may_start`` count among the former.
+
+    Looks at no frames: one that is held keeps what it refers to, when another thread leaves it."""
+    threads = threading.enumerate()
+    own = [each.name == "farandole-futures" or not each.daemon for each in threads]
+    helpers = [not is_own and not each.name.startswith("farandole-") for is_own, each in zip(own, threads, strict=True)]
+    idle = _count_idle_workers(threads)
+    return max(sum(own) - idle + sum(count() for count in may_start), 1), sum(helpers) + idle
+
+
+def _count_idle_workers(threads: list[threading.Thread]) -> int:
+    """Of executors, which count them to know when they need another one."""
+    kind: Any = getattr(sys.modules.get("concurrent.futures.thread"), "ThreadPoolExecutor", ())
+    executors = {}
+    for each in threads if kind else ():
+        reference = (getattr(each, "_args", None) or [None])[0]
+        executor = reference() if isinstance(reference, weakref.ref) else None
+        if isinstance(executor, kind):
+            executors[id(executor)] = executor
+    return sum(executor._idle_semaphore._value for executor in executors.values())
+
 
 def libraries() -> tuple[str, ...]:
-    """The folders of this package and, where it is loaded, of torch: what a program calls, and not its own."""
-    torch = getattr(sys.modules.get("torch"), "__file__", None)
-    return (_PACKAGE,) if torch is None else (_PACKAGE, os.path.dirname(torch) + os.sep)
+    """The folders of this package and, where they are loaded, of frameworks: what a program calls, and not its own."""
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in _FRAMEWORKS]
+    return (_PACKAGE, *(os.path.dirname(file) + os.sep for file in files if file is not None))
 
 
 def place(code: CodeType, line: int) -> str:
@@ -27,20 +82,26 @@ def place(code: CodeType, line: int) -> str:
     return f"{file}:{line} in {code.co_name}"
 
 
-def _places(top: FrameType) -> str:
-    """The innermost frames of a thread that are neither of this package nor, but for the first one, of torch.
-
-    If there are none: of all.
-    """
+def _frames(top: FrameType) -> list[FrameType]:
+    """Of a thread, the innermost first."""
     frames: list[FrameType] = []
     frame: FrameType | None = top
     while frame is not None:
         frames.append(frame)
         frame = frame.f_back
+    return frames
+
+
+def _users(top: FrameType) -> list[FrameType]:
+    """Those that are neither of this package nor, but for the first one, of a framework."""
     skipped = libraries()
-    inside = (frame for frame in frames[1:] if not frame.f_code.co_filename.startswith(skipped))
-    first = [] if top.f_code.co_filename.startswith(_PACKAGE) else [top]
-    users = [*first, *inside] or frames
+    inside = [frame for frame in _frames(top)[1:] if not frame.f_code.co_filename.startswith(skipped)]
+    return inside if top.f_code.co_filename.startswith(_PACKAGE) else [top, *inside]
+
+
+def _places(top: FrameType) -> str:
+    """The innermost frames of a thread that are the user's; if there are none: of all."""
+    users = _users(top) or _frames(top)
     return ", called at ".join(place(frame.f_code, frame.f_lineno) for frame in users[:_MOST_FRAMES])
 
 
@@ -53,6 +114,8 @@ def describe(callers: list[int]) -> str:
     tops = sys._current_frames()
     main = threading.main_thread().ident or 0
     idents = sorted({*callers} & tops.keys() or {main} & tops.keys(), key=lambda ident: (ident != main, ident))
+    if main in tops and not any(_users(tops[ident]) for ident in idents):
+        idents = [main]  # which waits for a thread of a framework's
     if len(idents) <= 1:
         return "".join(_places(tops[ident]) for ident in idents)
     names = {thread.ident: thread.name for thread in threading.enumerate()}

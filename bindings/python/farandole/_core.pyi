@@ -17,6 +17,9 @@ reduced_dtypes: tuple[str, ...]  # and what Sum and Average take besides: comple
 _Tensors = Sequence[tuple[str | None, int, tuple[int, ...]]]
 _Stream = tuple[int, int]  # CUDA device number, cudaStream_t
 
+def count_waiting_threads() -> None:
+    """See farandole_count_waiting_threads of the C ABI."""
+
 def exit_with(code: int) -> None:
     """The process ends with this code, whatever the interpreter says."""
 
@@ -98,6 +101,9 @@ class Context:
     @property
     def is_closed(self) -> bool:
         """Whether close() has ended. After an interrupted one a context is neither open nor closed."""
+    @property
+    def address(self) -> int:
+        """Of its farandole_context."""
     def close(self) -> None: ...
     def close_within(self, limit_s: float) -> bool:
         """As close() for limit_s; False: other ranks are still in the job, so call it again or close_at_exit()."""

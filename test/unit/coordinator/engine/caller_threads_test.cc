@@ -42,5 +42,23 @@ TEST(CallerThreads, KnowAllIfAsManyHaveCalledAsThereAre) {
   CallerThreads::WaitInSlices(0, 0);
 }
 
+// The last test: it cannot be taken back.
+TEST(CallerThreads, CountOnlyWaitingOnesWhereAskedTo) {
+  CallerThreads threads;
+  threads.Enter();
+  EXPECT_EQ(threads.Ids().size(), 1U);
+  CallerThreads::CountOnlyWaiting();
+  threads.Enter();
+  EXPECT_TRUE(threads.Ids().empty()) << "it does not wait";
+  const auto work = std::make_shared<Work>();
+  {
+    CallerThreads::Waiting waiting(threads, *work, true);
+    waiting.Sleeps();
+    EXPECT_TRUE(threads.AllWait());
+    ASSERT_TRUE(work->Finish(Status()));
+  }
+  EXPECT_TRUE(threads.Ids().empty());
+}
+
 }  // namespace
 }  // namespace farandole
