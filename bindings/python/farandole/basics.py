@@ -2,6 +2,8 @@
 
 The default context is the package's one state of the whole process; all else asks :func:`current`
 for the context to work on. Threads that are ranks of their own put theirs in place with ``using``.
+
+One file: the life of that one state.
 """
 
 from __future__ import annotations
@@ -132,6 +134,14 @@ class _Process:
     parents: Context | None = None  # in a forked child: where the parent stands
     report_path = os.environ.pop("_FARANDOLE_REPORT", "")  # of farandolerun; not for programs that a rank starts
     show_uncaught = staticmethod(sys.excepthook)
+    #: Told the address of the default context's farandole_context once it has begun, and 0 before it ends.
+    listeners: list[Callable[[int], object]] = []
+
+    @classmethod
+    def announce(cls, context: Context | None) -> None:
+        """To the listeners."""
+        for listener in cls.listeners:
+            listener(context.core.address if context is not None else 0)
 
 
 _of_thread: contextvars.ContextVar[Context | None] = contextvars.ContextVar("farandole_context", default=None)
@@ -158,7 +168,8 @@ def init(
     can be initialized once, goes on with it.
 
     Args:
-        comm: None; or all ranks of the job, as a list or an mpi4py communicator.
+        comm: None; or all ranks of the job, as a list or an mpi4py communicator. Ranks that Open MPI did not start
+            meet through the communicator, whichever MPI library it is of.
         process_sets: Sets to add at once, the same on all ranks. If sets are created from mpi4py
             communicators, each rank passes those that it is in, and all are added. "dynamic" adds none (for
             compatibility with Horovod): :func:`add_process_set` can always be called.
@@ -202,7 +213,8 @@ def init(
             return
         shutdown()  # the rest of one that was interrupted
         with _horovod.settings(), shown_briefly():
-            _Process.default = Context(_join(rank, size, local_rank, address, store, slots or 0, elastic, members))
+            core = _join(comm, rank, size, local_rank, address, store, slots or 0, elastic, members)
+            _Process.default = Context(core)
         _horovod.report(*_Process.default.topology[:2])
         if address := _Process.default.core.members(_Process.default.topology.rank):
             tell_launcher(json.dumps({"member": address}))
@@ -217,15 +229,18 @@ def init(
         except Exception:
             shutdown()
             raise
+        _Process.announce(_Process.default)
 
 
 def _join(
-    rank: int | None, size: int | None, local_rank: int | None, address: str | None, store: Any, slots: int,
+    comm: Any, rank: int | None, size: int | None, local_rank: int | None, address: str | None, store: Any, slots: int,
     elastic: bool, members: str | None,
 ) -> _core.Context:  # fmt: skip
     is_new = bool(members or os.environ.get("FARANDOLE_MEMBERS"))
     if store is None and address is None and size != 1 and not is_new:
-        found = _store.find()
+        found = _store.of_communicator(comm) if hasattr(comm, "Get_group") else _store.Found()
+        if found.store is None:
+            found = _store.find()
         store = found.store
         rank = found.rank if rank is None else rank
         size = found.size if size is None else size
@@ -349,6 +364,7 @@ def _close(at_exit: bool) -> None:
     if context is None:
         return
     _forget_handled_errors()
+    _Process.announce(None)
     try:
         context.close(at_exit)
     finally:

@@ -28,6 +28,7 @@ def reinit() -> None:
         ended = basics._Process.default
         if ended is None:
             raise HorovodInternalError(basics._NOT_INITIALIZED)
+        basics._Process.announce(None)
         try:
             with basics.shown_briefly():
                 core = ended.core.reinit()
@@ -35,11 +36,14 @@ def reinit() -> None:
             if ended.core.is_closed:
                 basics._Process.default = None
                 ended.close()  # what Python keeps with it
+            elif ended.core.is_open:
+                basics._Process.announce(ended)
         exceptions.latest.clear()
         basics._Process.default = basics.Context(core, stop=stopping.carried(ended.stop))
         _horovod.report(*basics._Process.default.topology[:2])
         with contextlib.suppress(HorovodInternalError):  # the next operation says it again
             basics._compare_hosts(basics._Process.default)
+        basics._Process.announce(basics._Process.default)
 
 
 def generation() -> int:
