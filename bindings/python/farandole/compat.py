@@ -2,10 +2,10 @@
        python -m farandole.compat -m MODULE [ARGUMENT ...]
        python -m farandole.compat --path
 
-Runs a script that imports horovod.torch on Farandole. The package horovod lies in a folder of its own
-and is never installed at top level; --path prints that folder, for PYTHONPATH. horovodrun and
-farandolerun --horovod set it for all ranks. docs/horovod.md lists where the package behaves as Horovod
-and farandole.torch does not.
+Runs a script that imports horovod.torch, horovod.tensorflow or horovod.keras on Farandole. The package
+horovod lies in a folder of its own and is never installed at top level; --path prints that folder, for
+PYTHONPATH. horovodrun and farandolerun --horovod set it for all ranks. docs/horovod.md lists where the
+package behaves as Horovod and farandole.torch does not.
 """
 
 from __future__ import annotations

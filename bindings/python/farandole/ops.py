@@ -12,6 +12,7 @@ result, :func:`start` gives a handle, :func:`run_group` and :func:`start_group` 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -413,6 +414,18 @@ def not_empty(arrays: Arrays, how: _core.Options) -> Arrays:
     return arrays
 
 
+def with_average(average: bool | None, op: int | None) -> int | None:
+    """``op``, or Horovod's old way to say it."""
+    if average is None:
+        return op
+    if not isinstance(average, bool):
+        raise TypeError(f"average must be True, False or None, got {average!r}; pass a name as name=")
+    if op is not None:
+        raise ValueError("The op parameter supersedes average; give only one of them.")
+    warnings.warn("average= is deprecated; use op=", DeprecationWarning, stacklevel=3)
+    return Average if average else Sum
+
+
 def reduction(op: int | None) -> int:
     """Horovod's number of a reduce operation as the C ABI's; ValueError if there is none."""
     number = _REDUCTIONS.get(op)
@@ -429,6 +442,22 @@ def reduction_options(
         prescale, postscale = _factor(prescale), _factor(postscale)
     uid = basics.uid_of(process_set, _KINDS[kind])
     return options(kind, reduction(op), prescale, postscale, -1, wire, uid)
+
+
+def gradient_options(
+    op: int | None, gradient_predivide_factor: float, process_set: ProcessSet, wire: int, function: str
+) -> _core.Options:
+    """Of an allreduce of gradients, for frontends whose function is called so; ValueError if it cannot do that."""
+    if op not in (None, Average, Sum, Adasum):
+        raise ValueError(f"{function}: op must be Average, Sum or Adasum, not {op!r}")
+    if gradient_predivide_factor != 1.0 and op not in (None, Average):
+        raise ValueError(
+            f"{function}: gradient_predivide_factor={gradient_predivide_factor!r} needs op=Average, not {op!r}"
+        )
+    if not gradient_predivide_factor > 0:
+        raise ValueError(f"{function}: gradient_predivide_factor must be above 0, not {gradient_predivide_factor!r}")
+    before, after = 1.0 / gradient_predivide_factor, float(gradient_predivide_factor)
+    return reduction_options(ALLREDUCE, op, before, after, process_set, wire)
 
 
 def _allreduce_with(flags: int) -> Callable[[Any, Any, Any, Any, Any, Any], Any]:

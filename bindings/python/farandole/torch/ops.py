@@ -19,7 +19,6 @@ no device that holds no tensor of a call.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, overload
 
@@ -27,17 +26,7 @@ import torch
 
 from farandole import _core, basics, ops
 from farandole.basics import ProcessSet, global_process_set
-from farandole.ops import (
-    BLOCKS,
-    GROUP,
-    IN_PLACE,
-    Average,
-    Handle,
-    Sum,
-    run_allreduce_,
-    start_allreduce,
-    start_allreduce_,
-)  # fmt: skip
+from farandole.ops import BLOCKS, GROUP, IN_PLACE, Average, Handle, run_allreduce_, start_allreduce, start_allreduce_
 from farandole.torch import _autograd, _library, _operators
 from farandole.torch.compression import Compression, native_wire
 
@@ -77,7 +66,7 @@ def allreduce(
         MismatchError: Ranks passed different shapes, dtypes, operations or factors.
         ValueError: ``average`` and ``op`` are both given; the dtype is not supported.
     """
-    op, (wire, own) = _with_average(average, op), _wire(compression)
+    op, (wire, own) = ops.with_average(average, op), _wire(compression)
     if _operators.is_traced():
         return _reduce_traced(
             "allreduce", [tensor], name, op, prescale_factor, postscale_factor, process_set, wire, own
@@ -92,7 +81,7 @@ def allreduce_async(
 ) -> Handle:  # fmt: skip
     """As :func:`allreduce`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
     if average is not None:
-        op = _with_average(average, op)
+        op = ops.with_average(average, op)
     if not isinstance(tensor, torch.Tensor):
         _library.check_dense(tensor)
     return start_allreduce(tensor, name, op, prescale_factor, postscale_factor, process_set)
@@ -104,7 +93,7 @@ def allreduce_(
 ) -> torch.Tensor:  # fmt: skip
     """As :func:`allreduce`, in place. Returns ``tensor``."""
     if average is not None:
-        op = _with_average(average, op)
+        op = ops.with_average(average, op)
     if not isinstance(tensor, torch.Tensor):
         _library.check_dense(tensor)
     result: torch.Tensor = run_allreduce_(tensor, name, op, prescale_factor, postscale_factor, process_set)
@@ -117,7 +106,7 @@ def allreduce_async_(
 ) -> Handle:  # fmt: skip
     """As :func:`allreduce_`; ``synchronize`` the handle. Leave ``tensor`` alone until then."""
     if average is not None:
-        op = _with_average(average, op)
+        op = ops.with_average(average, op)
     if not isinstance(tensor, torch.Tensor):
         _library.check_dense(tensor)
     return start_allreduce_(tensor, name, op, prescale_factor, postscale_factor, process_set)
@@ -130,7 +119,7 @@ def grouped_allreduce(
 ) -> list[torch.Tensor]:  # fmt: skip
     """As :func:`allreduce` of each of ``tensors``, in one operation; as many on every rank, all of a rank's
     on one device."""
-    op, (wire, own) = _with_average(average, op), _wire(compression)
+    op, (wire, own) = ops.with_average(average, op), _wire(compression)
     if _operators.is_traced():
         return _reduce_traced("allreduce", tensors, name, op, prescale_factor, postscale_factor, process_set, wire, own)
     how = ops.reduction_options(ops.ALLREDUCE, op, prescale_factor, postscale_factor, process_set, wire)
@@ -142,7 +131,7 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Handle:  # fmt: skip
     """As :func:`grouped_allreduce`; ``synchronize`` the handle. Leave ``tensors`` alone until then."""
-    op = _with_average(average, op)
+    op = ops.with_average(average, op)
     return ops.grouped_allreduce_async(_dense_all(tensors), name, op, prescale_factor, postscale_factor, process_set)
 
 
@@ -151,7 +140,7 @@ def grouped_allreduce_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:  # fmt: skip
     """As :func:`grouped_allreduce`, in place. Returns ``tensors``."""
-    op = _with_average(average, op)
+    op = ops.with_average(average, op)
     ops.grouped_allreduce_(_dense_all(tensors), name, op, prescale_factor, postscale_factor, process_set)
     return list(tensors)
 
@@ -161,7 +150,7 @@ def grouped_allreduce_async_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Handle:  # fmt: skip
     """As :func:`grouped_allreduce_`; ``synchronize`` the handle. Leave ``tensors`` alone until then."""
-    op = _with_average(average, op)
+    op = ops.with_average(average, op)
     return ops.grouped_allreduce_async_(_dense_all(tensors), name, op, prescale_factor, postscale_factor, process_set)
 
 
@@ -391,18 +380,6 @@ def _reduce_traced(
         kind, tensors, name, process_set, op=ops.reduction(op), prescale=prescale, postscale=postscale, wire=wire
     )
     return made if compression is None else list(map(compression.decompress, made, contexts))
-
-
-def _with_average(average: bool | None, op: int | None) -> int | None:
-    """``op``, or Horovod's old way to say it."""
-    if average is None:
-        return op
-    if not isinstance(average, bool):
-        raise TypeError(f"average must be True, False or None, got {average!r}; pass a name as name=")
-    if op is not None:
-        raise ValueError("The op parameter supersedes average; give only one of them.")
-    warnings.warn("average= is deprecated; use op=", DeprecationWarning, stacklevel=3)
-    return Average if average else Sum
 
 
 def _wire(compression: Any) -> tuple[int, Any]:

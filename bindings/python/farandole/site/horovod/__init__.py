@@ -3,7 +3,7 @@
 Its modules are made when they are imported: each has the public names of a module of Farandole, or of
 this file, which has what Farandole has not. Some functions are changed:
 
-* ``DistributedOptimizer`` reduces at the latest in ``step()``, and ``backward()`` does not wait. Every
+* ``DistributedOptimizer`` of torch reduces at the latest in ``step()``, and ``backward()`` does not wait. Every
   parameter has a gradient from the start: zeros.
 * ``init``: once a rank has called ``join()``, collectives other than allreduce fail.
 * ``reducescatter`` and its other forms refuse ``op=Adasum`` by a RuntimeError.
@@ -37,6 +37,10 @@ _MODULES_BY_SOURCE = {
     "farandole.torch.compression": "torch.compression",
     "farandole.torch.elastic": "torch.elastic torch.elastic.sampler torch.elastic.state "
     "common.elastic common.exceptions",
+    "farandole.tensorflow": "tensorflow tensorflow.mpi_ops tensorflow.functions",
+    "farandole.compression": "tensorflow.compression",
+    "farandole.keras": "keras tensorflow.keras",
+    "farandole.keras.callbacks": "keras.callbacks tensorflow.keras.callbacks",
     "farandole.runner": "runner",
     "horovod": "common common.basics common.util runner.util runner.util.threads",  # this file
 }
@@ -64,14 +68,15 @@ class _Modules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         public = getattr(source, "__all__", [name for name in vars(source) if name[0] != "_"])
         names = {name: getattr(source, name) for name in public}
         names |= {name: globals()[name] for name in _EXTRA.get(module.__name__, ())}
-        names |= {name: change(names[name]) for name, change in _CHANGES.items() if name in names}
+        changes = _CHANGES | (_CHANGES_OF_TORCH if source.__name__.startswith("farandole.torch") else {})
+        names |= {name: change(names[name]) for name, change in changes.items() if name in names}
         if module.__name__ == "horovod.torch.optimizer":
             module.__dict__["_DistributedOptimizer"] = source.Distributed  # for isinstance()
         module.__dict__.update(names, __all__=list(names), _basics=module, _check_has_gpu=gpu_available)
         module.__doc__ = f"{module.__name__} of Horovod, over Farandole."
-        if module.__name__ == "horovod.torch":  # which has its submodules as attributes
+        if module.__name__ in _WITH_SUBMODULES:
             for child in _SOURCES:
-                if child.startswith("horovod.torch."):
+                if child.startswith(f"{module.__name__}."):
                     importlib.import_module(child)
 
 
@@ -112,9 +117,11 @@ def _refusing_adasum_at_run_time(reduce: Callable[..., Any]) -> Callable[..., An
     return changed
 
 
+#: Have their submodules as attributes.
+_WITH_SUBMODULES = ("horovod.torch", "horovod.keras", "horovod.tensorflow.keras")
+_CHANGES_OF_TORCH = {"DistributedOptimizer": _as_horovods}
 _CHANGES = {
     "init": _with_joins_of_horovod,
-    "DistributedOptimizer": _as_horovods,
     "reducescatter": _refusing_adasum_at_run_time,
     "reducescatter_async": _refusing_adasum_at_run_time,
     "grouped_reducescatter": _refusing_adasum_at_run_time,
@@ -128,9 +135,10 @@ def HorovodBasics(*_: object, **__: object) -> types.ModuleType:
 
 
 def check_extension(ext_name: str, *_: object) -> None:
-    """Raises ImportError for all of Horovod's frontends but ``horovod.torch``."""
-    if ext_name != "horovod.torch":
-        raise ImportError(f"{ext_name}: Farandole has horovod.torch only")
+    """Raises ImportError for Horovod's frontends that are not here."""
+    here = ("horovod.torch", "horovod.tensorflow", "horovod.keras")
+    if ext_name not in here:
+        raise ImportError(f"{ext_name}: Farandole has {', '.join(here)}")
 
 
 def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
