@@ -76,6 +76,8 @@ class Host:
         return [self._canonical(array, function, in_place, moves_bytes) for array in arrays]
 
     def _canonical(self, given: Any, function: str, in_place: bool, moves_bytes: bool) -> Any:
+        if in_place:
+            _check_is_mutable(given, function)  # of a group, whose first array says the library
         array = _as_array(given, function)
         check_dtype(array.dtype, moves_bytes)
         flags = array.flags
@@ -107,21 +109,24 @@ class Foreign(Host):
 
     def _canonical(self, given: Any, function: str, in_place: bool, moves_bytes: bool) -> Any:
         self.refuse(given, function)
-        is_on_gpu = _is_on_gpu(given)
-        described = _core.describe(given) if is_on_gpu else None
-        if described is not None and not described[3]:
-            raise ValueError(
-                f"{function}: the array of shape {list(described[2])} does not lie in C order "
-                "without gaps; pass a contiguous one"
-            )
         if in_place:
-            raise TypeError(
-                f"{function}_ cannot know that {type(given).__name__} may be changed in place; use {function}"
-            )
-        if is_on_gpu:
+            return self._in_place(given, function, moves_bytes)
+        if _is_on_gpu(given):
+            _check_order(given, function)
             return given
         made = self.contiguous(given, moves_bytes)
         return super()._canonical(given, function, False, moves_bytes) if made is None else made
+
+    def _in_place(self, given: Any, function: str, moves_bytes: bool) -> Any:
+        _check_is_mutable(given, function)
+        described = _core.describe(given)
+        if described is None or not described[5]:
+            raise TypeError(
+                f"{function}_ cannot know that {type(given).__name__} may be changed in place; use {function}"
+            )
+        check_name(described[1], moves_bytes)
+        _check_order(given, function)
+        return given
 
     def refuse(self, given: Any, function: str) -> None:
         """Raises what is wrong with an array that cannot be read as it is, if the library says it badly."""
@@ -247,8 +252,10 @@ class TensorFlow(Foreign):
     def __init__(self) -> None:
         super().__init__(is_mutable=False)
         tf = sys.modules["tensorflow"]
-        dtypes = {each for each in vars(tf).values() if isinstance(each, tf.DType)}
-        self.opaque_dtypes = {each for each in dtypes if each.name not in ALL_DTYPES}  # its DLPack may end the process
+        named = [getattr(module, name) for module in (tf, tf.dtypes.experimental) for name in dir(module)]
+        dtypes = {each for each in named if isinstance(each, tf.DType)}
+        # Its DLPack refuses float8, and may end the process for what cannot be moved.
+        self.opaque_dtypes = {each for each in dtypes if each.name not in ALL_DTYPES or each.name.startswith("float8")}
 
     def contiguous(self, given: Any, moves_bytes: bool) -> Any:
         """See above; TypeError for what is no dense tensor of values."""
@@ -259,7 +266,8 @@ class TensorFlow(Foreign):
                 "tf.py_function"
             )
         check_name(_dtype_name(given), moves_bytes)
-        return tf.convert_to_tensor(given)
+        tensor = tf.convert_to_tensor(given)
+        return tensor.numpy() if tensor.dtype in self.opaque_dtypes else tensor
 
     def of_numpy(self, made: Array, target: Any) -> Any:
         """A tensor on the target's device."""
@@ -324,6 +332,25 @@ def _as_array(given: Any, function: str) -> Array:
     except Exception as error:
         what = f"{kind} of dtype {getattr(given, 'dtype', 'unknown')}"
         raise TypeError(f"{function}: {what} cannot be read: {error}; use one of {list(ALL_DTYPES)}") from error
+
+
+def _check_order(given: Any, function: str) -> None:
+    """ValueError for an array with gaps, or in another order."""
+    described = _core.describe(given)
+    if described is not None and not described[3]:
+        raise ValueError(
+            f"{function}: the array of shape {list(described[2])} does not lie in C order "
+            "without gaps; pass a contiguous one"
+        )
+
+
+def _check_is_mutable(given: Any, function: str) -> None:
+    """TypeError for arrays that never change; what some of them export, MLX's, can be written to nevertheless."""
+    if _name_of(given) in _IMMUTABLE:
+        raise TypeError(
+            f"{function}_: no {type(given).__name__} of {_name_of(given)} may be changed in place; use {function}, "
+            "which returns a new one"
+        )
 
 
 def check_dtype(dtype: np.dtype[Any], moves_bytes: bool) -> None:
