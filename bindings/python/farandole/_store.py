@@ -121,6 +121,39 @@ _OF_MPI = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK
 _OF_ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+class _OverCommunicator:
+    """A store of one value, which rank 0 of an mpi4py communicator broadcasts."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm, self._value = comm, ""
+
+    def set(self, _: str, value: str) -> None:
+        self._comm.bcast(value)
+
+    def wait(self, _: list[str], __: datetime.timedelta) -> None:
+        self._value = self._value or self._comm.bcast(None)
+
+    def get(self, _: str) -> str:
+        return self._value
+
+
+def of_communicator(comm: Any) -> Found:
+    """How the ranks of ``comm``, an mpi4py communicator of any MPI library, find each other without MPI as a network:
+    nothing, where they have MPI (Open MPI's) or somebody says where rank 0 is.
+
+    Raises:
+        ValueError: MPI was initialized for calls of the main thread alone.
+    """
+    network = os.environ.get("FARANDOLE_NETWORK") or "auto"
+    is_mpi = network == "mpi" or (network == "auto" and "OMPI_COMM_WORLD_RANK" in os.environ)
+    if is_mpi or comm.size == 1 or any(map(os.environ.get, ("FARANDOLE_ADDRESS", "PMI_FD"))):
+        return Found()
+    mpi: Any = importlib.import_module("mpi4py.MPI")
+    if mpi.Query_thread() < mpi.THREAD_SERIALIZED:
+        raise ValueError("init(comm=...): MPI's thread level must be THREAD_SERIALIZED or THREAD_MULTIPLE (mpi4py.rc)")
+    return Found(_OverCommunicator(comm), comm.rank, comm.size)
+
+
 def find() -> Found:
     """The store of torch.distributed, where its launcher or the script has one.
 
