@@ -15,17 +15,29 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 SOURCE_DIR = pathlib.Path(__file__).resolve().parent
-TARGETS = ["farandole", "farandole_mpi_plugin", "farandole_cuda_plugin", "_core"]
+TARGETS = ["farandole", "farandole_mpi_plugin", "farandole_cuda_plugin", "_core", "farandole_xla"]
 
 
 def run_cmake(*arguments: object) -> None:
     """Runs cmake and raises CalledProcessError when it fails."""
     subprocess.run(["cmake", *map(str, arguments)], check=True)
+
+
+def find_jaxlib() -> list[str]:
+    """Where jaxlib's header for farandole.jax is, for cmake; none: it is left out.
+
+    An isolated build does not import what is installed beside its interpreter, but can read it. jaxlib is not
+    required for a build: with what it needs it is a download of 140 MB.
+    """
+    folders = [pathlib.Path(sysconfig.get_path(name), "jaxlib", "include") for name in ("platlib", "purelib")]
+    found = [path for path in folders if (path / "xla" / "ffi" / "api" / "c_api.h").exists()]
+    return [f"-DFARANDOLE_XLA_INCLUDE={path}" for path in found[:1]]
 
 
 class CMakeBuild(build_ext):
@@ -42,7 +54,7 @@ class CMakeBuild(build_ext):
         build_dir = pathlib.Path(shared_dir or own_dir).resolve()
         if not shared_dir:
             generator = ["-G", "Ninja"] if shutil.which("ninja") else []
-            run_cmake("-S", SOURCE_DIR, "-B", build_dir, *generator, "-DFARANDOLE_TESTS=OFF",
+            run_cmake("-S", SOURCE_DIR, "-B", build_dir, *generator, "-DFARANDOLE_TESTS=OFF", *find_jaxlib(),
                       f"-DPython_EXECUTABLE={sys.executable}", *shlex.split(os.environ.get("CMAKE_ARGS", "")))
         run_cmake("--build", build_dir, "--parallel", os.cpu_count() or 1, "--target", *TARGETS)
         run_cmake("--install", build_dir, "--component", "python", "--prefix", package_dir, "--strip")

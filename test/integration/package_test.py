@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import os
 import pathlib
 import re
 import struct
@@ -103,6 +104,30 @@ def test_the_cuda_plug_in_has_code_for_ampere_and_hopper_and_ptx_for_what_comes(
     blackwell = (int(release[1]), int(release[2])) >= (12, 8)
     assert machine == ({80, 90, 100} if blackwell else {80, 90})
     assert ptx == {max(machine)}
+
+
+def test_the_handlers_for_xla_are_there_and_need_no_framework():
+    build = pathlib.Path(os.environ.get("FARANDOLE_TEST_BUILD_DIR", "nowhere")) / "CMakeCache.txt"
+    cache = build.read_text() if build.exists() else ""
+    if not re.search("^FARANDOLE_XLA_INCLUDE:[A-Z]+=/", cache, re.M):
+        pytest.skip("built without jaxlib's header")
+    names = exported("libfarandole_xla.so")
+    assert "farandole_xla_collective" in names and all(name.startswith("farandole_xla_") for name in names)
+    assert [name for name in needed("libfarandole_xla.so") if re.search("python|jax|xla|pjrt|cuda|mpi", name)] == []
+
+
+def test_each_framework_is_an_extra_and_none_is_required():
+    required = importlib.metadata.requires("farandole") or []
+    always = [re.match(r"[\w-]+", one)[0] for one in required if "extra ==" not in one]
+    assert sorted(always) == ["cloudpickle", "numpy", "pyyaml"]
+    extras = {*re.findall(r'extra == .(\w+)', " ".join(required))}
+    assert {"torch", "jax", "keras", "tensorflow", "ray"} <= extras
+
+
+def test_importing_the_package_and_its_launcher_imports_no_framework():
+    frameworks = "torch jax jaxlib optax keras tensorflow mlx paddle cupy tinygrad ml_dtypes ray".split()
+    script = f"import sys, farandole, farandole.runner.cli; print([n for n in {frameworks} if n in sys.modules])"
+    assert output(sys.executable, "-c", script) == "[]\n"
 
 
 def test_the_version_is_that_of_the_project_file():

@@ -143,22 +143,23 @@ def environment(tree: Tree) -> Iterator[str]:
 
 
 def threads(tree: Tree) -> Iterator[str]:
-    """Threads are started by engine, launch queue, timeline, flight recorder, sockets, bootstrap, members, Job."""
+    """Threads are started by engine, launch queue, timeline, flight recorder, sockets, bootstrap, members, Job, XLA."""
     start = re.compile(r"\bstd::(?:jthread|async)\b|\bstd::thread\b(?!::)|\bpthread_create\b")
     for path, number, line in lines_of(tree):
         if folder(path) in ("examples", "test"):
             continue
         places = ("coordinator/engine/", "coordinator/diagnosis/program_probe.", "ops/gpu/launch_queue.",
                   "core/timeline.", "core/flight_recorder.", "core/threads.", "core/net/stream_hub.",
-                  "coordinator/job/bootstrap.", "coordinator/job/member_service.", "bindings/cpp/farandole/job.h")
+                  "coordinator/job/bootstrap.", "coordinator/job/member_service.", "bindings/cpp/farandole/job.h",
+                  "bindings/xla/")
         if path.startswith(places):
             continue
         if start.search(without_comments(line)):
             yield (
                 f"{path}:{number}: threads live in coordinator/engine/, coordinator/diagnosis/program_probe.*, "
                 "ops/gpu/launch_queue.*, core/timeline.*, core/flight_recorder.*, core/threads.*, "
-                "core/net/stream_hub.*, coordinator/job/bootstrap.*, coordinator/job/member_service.* and "
-                "bindings/cpp/farandole/job.h only"
+                "core/net/stream_hub.*, coordinator/job/bootstrap.*, coordinator/job/member_service.*, "
+                "bindings/cpp/farandole/job.h and bindings/xla/ only"
             )
 
 
