@@ -195,12 +195,13 @@ void Watch::Run() {
     {
       std::unique_lock lock(mutex_);
       is_asleep_ = !IsWanted();
+      if (is_asleep_) idleness_ = 0;  // what follows is not known
       changed_.wait(lock, [this] { return !is_asleep_; });
       const bool has_tasks = !tasks_.empty();
       changed_.wait_for(lock, has_tasks ? kLook : kSlice,
                         [&] { return tasks_.empty() == has_tasks; });
       samples = IsToSample();
-      if (!samples) idleness_ = 0;  // what follows is not known
+      if (!samples) idleness_ = 0;
     }
     MakeTasks();
     if (samples) Sample();
