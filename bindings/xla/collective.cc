@@ -4,7 +4,7 @@
 // may wait for. So a handler waits briefly, as small collectives need, and otherwise gives
 // XLA a future, which the library's own thread fulfils. What XLA still runs one after the other, as
 // it does in small programs, is the same order on all ranks that run the same program;
-// farandole.jax chains the calls of a block by a token besides. If ranks wait for different ones
+// farandole.jax chains all calls of a program by a token besides. If ranks wait for different ones
 // nevertheless, Watch makes that an error.
 //
 // Thread safety: XLA calls the handler on any of its threads, for each of its devices; Python calls

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -65,6 +66,16 @@ def skip_without(*modules):
 def names_of(*modules):
     """Of their checks, in order."""
     return [name for module in modules for name in vars(module) if name.startswith("check_")]
+
+
+def raises(kinds, text, function, *given, **named):
+    """Whether a function says what is wrong, a regular expression."""
+    try:
+        function(*given, **named)
+    except kinds as error:
+        assert re.search(text, str(error)), f"{error} does not say {text!r}"
+    else:
+        raise AssertionError(f"no error: expected {text!r}")
 
 
 def main(folder, module, *names):

@@ -40,10 +40,13 @@ Arrays = Sequence[Any]
 
 # farandole_kind of the C ABI.
 ALLREDUCE, BROADCAST, ALLGATHER, REDUCESCATTER, ALLTOALL, BARRIER = range(6)
+#: Those that add elements up, which not all dtypes allow; those of arrays' rows, which scalars do not have.
+REDUCING, BY_ROWS = (ALLREDUCE, REDUCESCATTER), (ALLGATHER, REDUCESCATTER, ALLTOALL)
 # How _core.Context.submit() does it.
 GROUP, IN_PLACE, BLOCKS, INTERNAL, RAW = 1, 2, 4, 8, 16
 
-_KINDS: Final = ("allreduce", "broadcast", "allgather", "reducescatter", "alltoall", "barrier")
+#: The names of those kinds.
+KINDS: Final = ("allreduce", "broadcast", "allgather", "reducescatter", "alltoall", "barrier")
 _REDUCTIONS: Final = {None: 1, Average: 1, Sum: 0, Min: 2, Max: 3, Product: 4, Adasum: 9}
 
 #: Options(kind, op, prescale, postscale, root, wire, set, function), as farandole_params has them.
@@ -408,9 +411,9 @@ def start_group(how: _core.Options, arrays: Arrays, name: str | None, flags: int
 def not_empty(arrays: Arrays, how: _core.Options) -> Arrays:
     """The arrays of a group; TypeError unless they are a list, ValueError if it is empty."""
     if not isinstance(arrays, Sequence):
-        raise TypeError(f"{_KINDS[how.kind]}: expected a list of tensors, got a {type(arrays).__name__}")
+        raise TypeError(f"{KINDS[how.kind]}: expected a list of tensors, got a {type(arrays).__name__}")
     if not arrays:
-        raise ValueError(f"{_KINDS[how.kind]}: there must be at least one tensor")
+        raise ValueError(f"{KINDS[how.kind]}: there must be at least one tensor")
     return arrays
 
 
@@ -440,7 +443,7 @@ def reduction_options(
     """Of an allreduce or a reducescatter."""
     if type(prescale) is not float or type(postscale) is not float:
         prescale, postscale = _factor(prescale), _factor(postscale)
-    uid = basics.uid_of(process_set, _KINDS[kind])
+    uid = basics.uid_of(process_set, KINDS[kind])
     return options(kind, reduction(op), prescale, postscale, -1, wire, uid)
 
 

@@ -3,21 +3,13 @@
 import copy
 import os
 import pickle
-import re
 import tempfile
 
 import numpy as np
 
+from framework_ranks import raises
+
 ROWS = 24
-
-
-def raises(kinds, text, function, *given, **named):
-    try:
-        function(*given, **named)
-    except kinds as error:
-        assert re.search(text, str(error)), f"{error} does not say {text!r}"
-    else:
-        raise AssertionError(f"no error: expected {text!r}")
 
 
 def data(size):

@@ -6,14 +6,7 @@ import sys
 
 import numpy as np
 
-
-def raises(kinds, text, function, *given, **named):
-    try:
-        function(*given, **named)
-    except kinds as error:
-        assert re.search(text, str(error)), f"{error} does not say {text!r}"
-    else:
-        raise AssertionError(f"no error: expected {text!r}")
+from framework_ranks import raises
 
 
 def near(found, expected, tolerance=1e-6):

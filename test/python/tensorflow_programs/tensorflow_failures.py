@@ -5,7 +5,7 @@ import os
 import signal
 import time
 
-from tensorflow_checks import raises
+from framework_ranks import raises
 
 
 def check_shapes_that_differ_and_what_follows(rank, size):

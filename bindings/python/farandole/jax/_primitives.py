@@ -21,9 +21,6 @@ from farandole.jax import _chain, _library
 from farandole.jax._internals import ir, stablehlo
 
 _SUM, _AVERAGE = ops.reduction(ops.Sum), ops.reduction(ops.Average)
-#: What an array's first dimension counts; batches are then a dimension after it.
-_BY_ROWS = (ops.ALLGATHER, ops.REDUCESCATTER, ops.ALLTOALL)
-_FUNCTIONS = ("allreduce", "broadcast", "allgather", "reducescatter", "alltoall", "barrier")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +45,7 @@ class Call:
     @property
     def function(self) -> str:
         """What users call."""
-        return _FUNCTIONS[self.kind]
+        return ops.KINDS[self.kind]
 
     def renamed(self, suffix: str, **changes: Any) -> Call:
         """Another one, of the same operation's derivative."""
@@ -89,7 +86,7 @@ def _shapes(*tensors: Any, call: Call) -> list[Any]:
     if call.kind == ops.BARRIER:
         return [jax.core.ShapedArray((), np.dtype(np.int8))]
     shapes = [tensor.shape for tensor in tensors]
-    if call.kind in _BY_ROWS:
+    if call.kind in ops.BY_ROWS:
         shapes = [(_rows_of(call, index, shape[0]), *shape[1:]) for index, shape in enumerate(shapes)]
     # update: in shard_map the types say more, over which axes the arrays vary.
     return [tensor.update(shape=shape, weak_type=False) for tensor, shape in zip(tensors, shapes, strict=True)]
@@ -198,7 +195,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: ir.Value, call: Call) -> li
 
 
 def _check_is_linear(call: Call) -> None:
-    if call.kind in (ops.ALLREDUCE, ops.REDUCESCATTER) and call.op not in (_SUM, _AVERAGE):
+    if call.kind in ops.REDUCING and call.op not in (_SUM, _AVERAGE):
         raise NotImplementedError(
             f"{call.function} {call.name!r}: only op=Sum and op=Average have gradients; use jax.lax.stop_gradient"
         )
@@ -222,7 +219,7 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, call: Call) -> list[An
     chosen = [index for index, cotangent in enumerate(cotangents) if type(cotangent) is not ad.Zero]
     results: list[Any] = [None] * len(cotangents)
     if chosen:
-        rows = [operands[index].aval.shape[0] if call.kind in _BY_ROWS else 0 for index in chosen]
+        rows = [operands[index].aval.shape[0] if call.kind in ops.BY_ROWS else 0 for index in chosen]
         given = [cotangents[index] for index in chosen]
         for index, made in zip(chosen, _gradients(given, rows, call), strict=True):
             results[index] = made
@@ -255,7 +252,7 @@ def _batch(tensors: Sequence[Any], axes: Sequence[Any], *, call: Call) -> tuple[
     if call.kind == ops.BARRIER:
         return _bind(tensors, call), [None]
     axes, tensors = list(axes), list(tensors)
-    if call.kind in _BY_ROWS:
+    if call.kind in ops.BY_ROWS:
         for index, axis in enumerate(axes):
             if axis is not None:
                 tensors[index] = jax.numpy.moveaxis(tensors[index], axis, 1)

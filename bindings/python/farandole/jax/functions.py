@@ -38,13 +38,9 @@ def broadcast_parameters(params: Any, root_rank: int = 0, process_set: ProcessSe
     labels = [f"params{jax.tree_util.keystr(path)}" for path, _ in placed]
     leaves = [leaf for _, leaf in placed]
     arrays = [_to_send(label, leaf) for label, leaf in zip(labels, leaves, strict=True)]
-    core = basics.current().core
-    received = run_eagerly(_broadcast, core, how, arrays, labels)
+    submit, flags = basics.current().core.submit, ops.GROUP | ops.BLOCKS
+    received = run_eagerly(submit, how, arrays, "parameters", flags, labels=labels)
     return tree.unflatten(_as_before(leaf, made) for leaf, made in zip(leaves, received, strict=True))
-
-
-def _broadcast(core: Any, how: Any, arrays: list[Any], labels: list[str]) -> Any:
-    return core.submit(how, arrays, "parameters", ops.GROUP | ops.BLOCKS, labels=labels)
 
 
 def _is_key(leaf: Any) -> bool:

@@ -193,7 +193,7 @@ def _described(how: Any, tensors: Sequence[Any], name: str | None) -> tuple[list
         ValueError: A scalar where rows are needed, or rows that cannot be shared out.
     """
     arrays = [jnp.asarray(tensor) for tensor in tensors]
-    moves_bytes = how.kind not in (ops.ALLREDUCE, ops.REDUCESCATTER)
+    moves_bytes = how.kind not in ops.REDUCING
     rank, size = basics.current().core.rank_and_size(how.set)
     for array in arrays:
         _libraries.check_name(str(array.dtype), moves_bytes)
@@ -206,8 +206,7 @@ def _described(how: Any, tensors: Sequence[Any], name: str | None) -> tuple[list
 
 
 def _check_rows(how: Any, shape: Sequence[int], size: int) -> None:
-    by_rows = how.kind in (ops.ALLGATHER, ops.REDUCESCATTER, ops.ALLTOALL)
-    if by_rows and not shape:
+    if how.kind in ops.BY_ROWS and not shape:
         raise ValueError(f"{how.function}: a scalar has no rows; pass an array of one dimension or more")
     if how.kind == ops.ALLTOALL and shape[0] % size != 0:
         raise ValueError(

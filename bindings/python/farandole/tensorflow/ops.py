@@ -32,7 +32,6 @@ __all__ = [
     "size_op",
 ]  # fmt: skip
 
-_BY_ROWS = (ops.ALLGATHER, ops.REDUCESCATTER, ops.ALLTOALL)
 _SUM, _AVERAGE = ops.reduction(ops.Sum), ops.reduction(ops.Average)
 
 Tensors = Sequence[Any]
@@ -418,10 +417,10 @@ def _tensor(how: _core.Options, given: Any) -> Any:
         raise TypeError(f"{how.function}: expected a dense tensor, got a {type(given).__name__}; send its parts")
     tensor = tf.convert_to_tensor(given)
     try:
-        _libraries.check_name(tensor.dtype.name, how.kind not in (ops.ALLREDUCE, ops.REDUCESCATTER))
+        _libraries.check_name(tensor.dtype.name, how.kind not in ops.REDUCING)
     except TypeError as error:
         raise TypeError(f"{how.function}: {error}") from None
-    if how.kind in _BY_ROWS and tensor.shape.rank == 0:
+    if how.kind in ops.BY_ROWS and tensor.shape.rank == 0:
         raise ValueError(f"{how.function}: a scalar has no rows; pass a tensor of one dimension or more")
     return tensor
 
@@ -454,7 +453,7 @@ def _in_graph(
     dtypes = [tensor.dtype for tensor in tensors] + [tf.int64] * counts_rows
     made: list[Any] = list(tf.numpy_function(submit, given, dtypes))
     for result, tensor in zip(made, tensors, strict=False):
-        rows = [None] if how.kind in _BY_ROWS else []
+        rows = [None] if how.kind in ops.BY_ROWS else []
         is_known = tensor.shape.rank is not None
         result.set_shape(tf.TensorShape(rows).concatenate(tensor.shape[len(rows) :]) if is_known else tensor.shape)
     if counts_rows:
