@@ -157,6 +157,11 @@ const std::array kSettings = {
     Setting{"FARANDOLE_FLIGHT_RECORDER_DIR", &Config::flight_recorder_dir, "path", 0, 0, false,
             "Folder into which a rank writes its last operations, for `farandole explain`: at an "
             "error that ends the job, at a stall and on SIGUSR1; empty: no files."},
+    Setting{"FARANDOLE_METRICS", &Config::metrics, "targets", 0, 0, false,
+            "Where the Python package exports a rank's metrics, separated by commas: "
+            "file:PATH.prom, for node_exporter; port:NUMBER or port:ADDRESS:NUMBER, for "
+            "Prometheus, plus the local rank; otlp, for OpenTelemetry; label:NAME=VALUE gives all "
+            "a label; empty: nowhere."},
     Setting{"FARANDOLE_NETWORK", &Config::network, "name", 0, 0, false,
             "The network between ranks: mpi, tcp, or auto, which is MPI where an MPI launcher "
             "started them."},

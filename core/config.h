@@ -56,6 +56,7 @@ struct Config {
   std::string timeline;         ///< Path of the file to write from the start; see core/timeline.h.
   bool timeline_marks = false;  ///< Marks decisions in it.
   std::string flight_recorder_dir;  ///< Where files of it are written; empty: nowhere.
+  std::string metrics;              ///< Where the Python package exports metrics; empty: nowhere.
   std::string mpi_plugin;           ///< Path of libfarandole_mpi.so; empty: beside libfarandole.so.
   int64_t cuda_fusion_threshold_bytes = int64_t{25} << 20;  ///< Of batches on a GPU.
   double cuda_timeout_s = 600;                              ///< plane_timeout_s for work on a GPU.

@@ -1,20 +1,47 @@
 #include "core/counters.h"
 
-#include "core/types.h"
-
 namespace farandole {
 
 // Each is a literal and so has a NUL behind it: farandole_counters gives data() to C, where the
 // pointers stay valid for ever. Scripts look counters up by these names, which therefore never
 // change.
 std::string_view CounterName(Counter counter) {
-  static constexpr std::string_view kNames[] = {
-      "submissions",       "messages_up",        "messages_down",
-      "messages_received", "control_bytes_sent", "wake_ups",
-      "engine_loops",      "decisions",          "batches",
-      "tensors",           "batch_bytes",        "bytes_copied",
-      "bulk_bytes_sent",   "quarantined_bytes",  "device_launches",
-      "in_place_bytes",    "bulk_messages_sent", "agreements"};
+  static constexpr std::string_view kNames[] = {"submissions",
+                                                "messages_up",
+                                                "messages_down",
+                                                "messages_received",
+                                                "control_bytes_sent",
+                                                "wake_ups",
+                                                "engine_loops",
+                                                "decisions",
+                                                "batches",
+                                                "tensors",
+                                                "batch_bytes",
+                                                "bytes_copied",
+                                                "bulk_bytes_sent",
+                                                "quarantined_bytes",
+                                                "device_launches",
+                                                "in_place_bytes",
+                                                "bulk_messages_sent",
+                                                "agreements",
+                                                "steps",
+                                                "step_ns",
+                                                "blocked_ns",
+                                                "input_ns",
+                                                "queued_ns",
+                                                "collecting_ns",
+                                                "allreduces",
+                                                "broadcasts",
+                                                "allgathers",
+                                                "reducescatters",
+                                                "alltoalls",
+                                                "barriers",
+                                                "operation_errors",
+                                                "negotiation_ns",
+                                                "execution_ns",
+                                                "votes_by_name",
+                                                "wire_bytes",
+                                                "stall_reports"};
   static_assert(std::size(kNames) == kCounterCount);
   return NameAt(kNames, counter, "unknown");
 }

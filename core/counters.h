@@ -9,6 +9,8 @@
 #include <string_view>
 #include <vector>
 
+#include "core/types.h"
+
 namespace farandole {
 
 /// The names users see are in CounterName. Append new ones at the end, before kCount.
@@ -31,12 +33,37 @@ enum class Counter : uint8_t {
   kInPlaceBytes,      ///< Bytes of tensor data in batches reduced where they lie, without copies.
   kBulkMessagesSent,  ///< Messages in which planes over messages sent bulk bytes.
   kAgreements,        ///< Operations that ranks of a host agreed to run, without votes.
+  kSteps,         ///< Steps of training that this rank has ended; what the times are: StepTimes.
+  kStepNs,        ///< The time of those steps.
+  kBlockedNs,     ///< Of that: its thread waited for operations.
+  kInputNs,       ///< It waited for input.
+  kQueuedNs,      ///< It had no processor.
+  kCollectingNs,  ///< Its garbage collector ran.
+  // Operations of this rank that have ended, in whichever way; one for each kind: see EndedOf.
+  kAllreduces,
+  kBroadcasts,
+  kAllgathers,
+  kReducescatters,
+  kAlltoalls,
+  kBarriers,
+  kOperationErrors,  ///< Of those, how many ended by an error while the engine went on.
+  kNegotiationNs,    ///< Their times from the submission until all ranks had submitted.
+  kExecutionNs,      ///< And from there to the end.
+  kVotesByName,      ///< Submissions announced in full, not by the number of a known tensor.
+  kWireBytes,        ///< kBatchBytes as they travel, in the wire's dtype.
+  kStallReports,     ///< Reports of stalls that this rank has read.
   kCount,
 };
 inline constexpr size_t kCounterCount = static_cast<size_t>(Counter::kCount);
 
 /// "submissions", "messages_up", ... stable names for users.
 std::string_view CounterName(Counter counter);
+/// The counter of ended operations of a kind up to kBarrier.
+constexpr Counter EndedOf(OpKind kind) {
+  return static_cast<Counter>(static_cast<uint8_t>(Counter::kAllreduces) +
+                              static_cast<uint8_t>(kind));
+}
+static_assert(EndedOf(OpKind::kBarrier) == Counter::kBarriers);
 
 /// One engine's counters. Header-only, so that a plug-in can count without a symbol of ours.
 /// Thread safety: Add from the holder of the engine lock only (one writer at a time, so no locked

@@ -358,6 +358,14 @@ FlightRing::Word* FlightRecorder::Find(uint64_t number) {
   return ring_.events[(number - 1) % FlightRing::kEvents];
 }
 
+void FlightRecorder::NoteStep(const StepTimes& times) {
+  const std::array<int64_t, 6> values = {
+      1, times.ns, times.blocked_ns, times.input_ns, times.queued_ns, times.collecting_ns};
+  for (size_t i = 0; i < values.size(); ++i) {
+    ring_.steps[i].fetch_add(static_cast<uint64_t>(values.at(i)), std::memory_order_relaxed);
+  }
+}
+
 void FlightRecorder::NoteDecided(uint64_t number, int64_t now_ns) {
   if (FlightRing::Word* const words = Find(number); words != nullptr) {
     words[2].store(static_cast<uint64_t>(now_ns), std::memory_order_release);

@@ -12,6 +12,7 @@
 
 #include "core/clock.h"
 #include "core/status.h"
+#include "core/step_times.h"
 #include "core/types.h"
 
 namespace farandole {
@@ -55,17 +56,18 @@ struct FlightRing {
   static constexpr size_t kWords = 16;
   static constexpr size_t kNameWord = 7;
   static constexpr size_t kNameBytes = 8 * (kWords - kNameWord);
-  static constexpr uint64_t kMagic = 0x31746867696c6666;  // "fflight1", little endian
+  static constexpr uint64_t kMagic = 0x32746867696c6666;  // "fflight2", little endian
 
   using Word = std::atomic<uint64_t>;
   alignas(64) Word magic;
-  Word written;  // events, ever
-  Word place;    // rank << 32 | size
-  Word process;  // its number
-  Word wall_ns;  // time of day minus the engine's clock
+  Word written;               // events, ever
+  Word place;                 // rank << 32 | size
+  Word process;               // its number
+  Word wall_ns;               // time of day minus the engine's clock
+  alignas(64) Word steps[8];  // of all: StepTimes, from its number on
   alignas(64) Word events[kEvents][kWords];
 };
-static_assert(FlightRing::Word::is_always_lock_free && sizeof(FlightRing) == 64 + 2048 * 128);
+static_assert(FlightRing::Word::is_always_lock_free && sizeof(FlightRing) == 2 * 64 + 2048 * 128);
 
 /// The events that can be read, oldest first.
 std::vector<FlightEvent> ReadFlight(const FlightRing& ring);
@@ -103,6 +105,8 @@ class FlightRecorder {
   uint64_t Record(const FlightFacts& event, std::string_view name);
   void NoteDecided(uint64_t number, int64_t now_ns);
   void NoteFinished(uint64_t number, Code code, int64_t now_ns);
+  /// Adds a step to the totals. Thread safety: any thread.
+  void NoteStep(const StepTimes& times);
   /// Asks for a file. @param error  The final error, once there is one.
   void Dump(const std::string& reason, const Status& error = {});
   /// Waits until all files that were asked for are written, but not for long.

@@ -65,6 +65,13 @@ class CallersStore final : public farandole::Store {
   const farandole_store store_;
 };
 
+farandole::Status CheckTimeout(const char* function, double timeout_s) {
+  if (timeout_s >= 0 && timeout_s <= farandole::kMostSettingSeconds) return {};
+  return farandole::InvalidArgument(std::string(function) + ": timeout_s is " +
+                                    std::to_string(timeout_s) + "; expected 0 to " +
+                                    std::to_string(farandole::kMostSettingSeconds));
+}
+
 Result<farandole::InitOptions> ToInitOptions(const farandole_init_options* options) {
   farandole::InitOptions init;
   if (options == nullptr) return init;
@@ -73,11 +80,7 @@ Result<farandole::InitOptions> ToInitOptions(const farandole_init_options* optio
   init.size = options->size;
   init.local_rank = options->local_rank;
   init.apart = options->apart != 0;
-  if (!(options->timeout_s >= 0 && options->timeout_s <= farandole::kMostSettingSeconds)) {
-    return farandole::InvalidArgument("init: timeout_s is " + std::to_string(options->timeout_s) +
-                                      "; expected 0 to " +
-                                      std::to_string(farandole::kMostSettingSeconds));
-  }
+  FARANDOLE_RETURN_IF_ERROR(CheckTimeout("init", options->timeout_s));
   init.timeout_s = options->timeout_s;
   init.in_order = options->in_order != 0;
   FARANDOLE_RETURN_IF_ERROR(
@@ -604,6 +607,17 @@ void farandole_leave_thread(void) { farandole::CallerThreads::Leave(); }
 
 void farandole_count_waiting_threads(void) { farandole::CallerThreads::CountOnlyWaiting(); }
 
+void farandole_note_time(int what, int64_t ns) {
+  using farandole::TimeOf;
+  if (what == FARANDOLE_TIME_INPUT) farandole::NoteTime(TimeOf::kInput, ns);
+  if (what == FARANDOLE_TIME_GARBAGE_COLLECTION)
+    farandole::NoteTime(TimeOf::kGarbageCollection, ns);
+}
+
+void farandole_end_step(farandole_context* context) {
+  if (context != nullptr) context->generation->engine().EndStep();
+}
+
 void farandole_describe_with(farandole_describe describe) {
   farandole::SetDescribeProgram(describe);
 }
@@ -619,6 +633,15 @@ int farandole_skipped(const farandole_work* work, int32_t i) try {
 }
 
 void farandole_work_release(farandole_work* work) { delete work; }
+
+int farandole_set_timeout(farandole_context* context, double timeout_s) try {
+  if (context == nullptr) return ReportNull("context");
+  const farandole::Status status = CheckTimeout("set_timeout", timeout_s);
+  if (status.ok()) context->generation->SetTimeout(timeout_s);
+  return Report(status);
+} catch (...) {
+  return ReportException();
+}
 
 int farandole_join(farandole_context* context, double timeout_s, int* last_rank) try {
   if (context == nullptr || last_rank == nullptr) return ReportNull("context or last_rank");

@@ -611,6 +611,18 @@ FARANDOLE_API void farandole_leave_thread(void);
  * these: from here on all threads of the process are so but while they wait for an operation. */
 FARANDOLE_API void farandole_count_waiting_threads(void);
 
+/** Time of the program that the library cannot see: waiting for input, or garbage collection. */
+enum { FARANDOLE_TIME_INPUT = 0, FARANDOLE_TIME_GARBAGE_COLLECTION = 1 };
+/** `ns` have just been spent so: waiting for input by the calling thread, which trains, garbage
+ * collection by the process. It explains a rank that is late. Another value of `what`, and times
+ * below 1 or above 10^15, are ignored. Any thread; takes a few nanoseconds. */
+FARANDOLE_API void farandole_note_time(int what, int64_t ns);
+/** The calling thread has ended a step of training, which all ranks take: so that a rank that makes
+ * the others wait, step after step, is named. At the same point of each step on all ranks, by one
+ * thread. Rounds of gradients (farandole_gradients_create) of all ranks count theirs themselves.
+ * Waits for nobody. */
+FARANDOLE_API void farandole_end_step(farandole_context* context);
+
 /** Writes where these threads of the program are (numbers as of pthread_self; none: the main
  * thread) into `text`, which has room for `capacity` bytes and ends with 0; nothing: unknown. It
  * may wait for an interpreter's lock. */
@@ -629,6 +641,11 @@ FARANDOLE_API int farandole_skipped(const farandole_work* work, int32_t i);
 /** Releases the handle. A work still in flight goes on: its memory must stay valid until it has
  * finished. */
 FARANDOLE_API void farandole_work_release(farandole_work* work);
+
+/** Another farandole_init_options.timeout_s, of what waits already too, and of later generations.
+ * All ranks pass the same. FARANDOLE_STALL_SHUTDOWN_S overrides it, as at init. Not beside
+ * farandole_setting or farandole_reinit. */
+FARANDOLE_API int farandole_set_timeout(farandole_context* context, double timeout_s);
 
 /** Joins: this rank is absent from all operations that it has not submitted, until all ranks have
  * joined. Blocks up to timeout_s as wait does; call again after PENDING. *last_rank: the rank that

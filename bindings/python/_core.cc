@@ -401,12 +401,14 @@ void BindContext(py::module_& m) {
       .def("close_at_exit", &Context::CloseAtExit, py::arg("limit_s"),
            py::arg("reason") = static_cast<int>(FARANDOLE_EXIT_BY_OTHER), py::arg("cause") = "")
       .def("raise_if_ended", &Context::RaiseIfEnded)
+      .def("end_step", [](const Context& context) { farandole_end_step(context.get()); })
       .def("topology", &Context::Topology)
       .def("slot_range", &Context::SlotRange)
       .def("counters", &Context::Counters)
       .def("setting", &Context::Setting, py::arg("name"))
       .def("start_timeline", &Context::StartTimeline, py::arg("path"), py::arg("mark_cycles"))
       .def("stop_timeline", &Context::StopTimeline)
+      .def("set_timeout", &Context::SetTimeout, py::arg("timeout_s"))
       .def("join", &Context::Join)
       .def("add_set", &Context::AddSet, py::arg("ranks"))
       .def("remove_set", &Context::RemoveSet, py::arg("uid"))
@@ -608,6 +610,9 @@ PYBIND11_MODULE(_core, m) {
   py::module_::import("atexit").attr("register")(
       py::cpp_function(&farandole::python::StopCallingBack));
   m.def("count_waiting_threads", &farandole_count_waiting_threads);
+  m.def("note_input", [](int64_t ns) { farandole_note_time(FARANDOLE_TIME_INPUT, ns); });
+  m.def("note_garbage_collection",
+        [](int64_t ns) { farandole_note_time(FARANDOLE_TIME_GARBAGE_COLLECTION, ns); });
   m.def("exit_with", &ExitWith, py::arg("code"));
   BindContext(m);
   BindWork(m);

@@ -332,6 +332,8 @@ void Context::StopTimeline() {
   Check(code);
 }
 
+void Context::SetTimeout(double timeout_s) { Check(farandole_set_timeout(get(), timeout_s)); }
+
 int Context::Join() {
   farandole_context* handle = get();
   const CallGuard guard(*this);

@@ -130,6 +130,7 @@ class Context : public std::enable_shared_from_this<Context> {
   std::string Setting(const std::string& name) const;
   void StartTimeline(const std::string& path, bool mark_cycles);
   void StopTimeline();
+  void SetTimeout(double timeout_s);
   int Join();
 
   /// Bytes where an allreduce in place needs no copies: farandole_buffer_allocate.

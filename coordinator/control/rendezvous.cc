@@ -159,6 +159,8 @@ Result<Rendezvous> Agree(const std::vector<std::string>& encoded, int rank) {
   if (!plane.ok()) return plane.status();
   Rendezvous rendezvous;
   rendezvous.host = NumberHosts(hellos);
+  for (const wire::Hello& hello : hellos)
+    rendezvous.host_names.push_back(hello.host().substr(0, hello.host().find(' ')));
   rendezvous.parent = MakeTree(rendezvous.host);
   // By DeviceKind; the CUDA plane has the number after those of all CPU planes.
   rendezvous.planes = {plane.value(), static_cast<uint8_t>(hellos.front().planes_size())};

@@ -23,8 +23,9 @@ struct Hello {
 
 /// What all ranks agree on afterwards, and this rank's place among them.
 struct Rendezvous {
-  std::vector<int> parent;  ///< The control tree; see MakeTree.
-  std::vector<int> host;    ///< By rank: the number of its host, from 0.
+  std::vector<int> parent;              ///< The control tree; see MakeTree.
+  std::vector<int> host;                ///< By rank: the number of its host, from 0.
+  std::vector<std::string> host_names;  ///< By rank.
   /// Plane number per DeviceKind. CPU: position in rank 0's `Hello::planes`; CUDA: the one
   /// after all of these, which every rank has and which finds out by itself what can be used.
   std::vector<uint8_t> planes;

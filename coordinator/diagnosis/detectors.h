@@ -1,4 +1,4 @@
-// The observers of a negotiation: stalls and divergence.
+// The observers of a negotiation: stalls, divergence and late ranks.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +10,8 @@
 #include "coordinator/protocol/negotiation_observer.h"
 
 namespace farandole {
+
+struct LateRank;
 
 /// Where they speak to. Calls come from inside the negotiation, and must not call back into it.
 class DetectorListener {
@@ -24,6 +26,10 @@ class DetectorListener {
   /// Begins to find out what this rank's program does, which submits nothing.
   /// @param threads  As of ProgramProbe::Ask. @return false if that cannot be known.
   virtual bool AskActivity(std::vector<uint64_t>, int64_t) { return false; }
+  /// The last step of this rank, once; nullopt: it has ended none since.
+  virtual std::optional<StepTimes> TakeStep() { return std::nullopt; }
+  /// Rank 0: a rank makes the others wait.
+  virtual void OnLate(const LateRank&) {}
   /// What has been found out, after AskActivity; nullopt: not yet.
   virtual std::optional<Activity> FindActivity(int64_t) { return std::nullopt; }
 };

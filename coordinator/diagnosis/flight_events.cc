@@ -37,6 +37,8 @@ class FlightEvents final : public EngineObserver {
     recorder_.NoteFinished(operation.flight, status.code(), now_ns);
   }
 
+  void OnStep(const StepTimes& times) override { recorder_.NoteStep(times); }
+
   void OnFailed(const Status& error, int64_t now_ns) override {
     (void)recorder_.Record({.step = FlightStep::kFailed, .at_ns = now_ns}, error.message());
     OnStuck(error);

@@ -46,9 +46,8 @@ void StallMonitor::OnSubmitted(KeyId id) {
     last_submitted_.clear();
   }
   // A scan that is due earlier finds this key and plans the next one.
-  if (node_.options.stall_ns > 0 && next_scan_ns_ == kNever) {
-    next_scan_ns_ = node_.now_ns + node_.options.stall_ns;
-  }
+  const int64_t look_ns = node_.options.LookNs();
+  if (look_ns > 0) next_scan_ns_ = std::min(next_scan_ns_, node_.now_ns + look_ns);
 }
 
 /// A rank's last submission is named in its answers even after its key is gone.
@@ -94,12 +93,13 @@ int64_t StallMonitor::Tick() {
 /// Looks at all keys that a caller may wait for, but at most about once per stall time.
 void StallMonitor::ReportOwnStalls() {
   next_scan_ns_ = kNever;
+  if (node_.options.LookNs() <= 0) return;
   ForgetHeard();
   for (KeyId id = 0; id < node_.keys.size(); ++id) {
     Key& key = node_.keys.Peek(id);
     if (!node_.keys.IsPending(id) || key.stalled || !IsWaitedFor(key)) continue;
-    if (node_.now_ns - key.since_ns < node_.options.stall_ns) {
-      next_scan_ns_ = std::min(next_scan_ns_, key.since_ns + node_.options.stall_ns);
+    if (node_.now_ns - key.since_ns < node_.options.LookNs()) {
+      next_scan_ns_ = std::min(next_scan_ns_, key.since_ns + node_.options.LookNs());
       continue;
     }
     key.stalled = true;
@@ -187,7 +187,7 @@ void StallMonitor::Stall(KeyId id) {
   }
   // Ready: it waits for the window, not for a rank; who waits learns that it was heard.
   if (key.round.sent) return AskAbout(id);
-  stalled_.push_back({id, key.closed, node_.now_ns - node_.options.stall_ns, node_.now_ns});
+  stalled_.push_back({id, key.closed, node_.now_ns - node_.options.LookNs(), node_.now_ns});
   AskStalled();
 }
 
@@ -202,7 +202,7 @@ void StallMonitor::AskStalled() {
   std::erase_if(stalled_, [this](const Stalled& stalled) { return !IsOpen(stalled); });
   const bool is_due = std::ranges::any_of(
       stalled_, [this](const Stalled& stalled) { return node_.now_ns >= stalled.next_ns; });
-  const int64_t until_ns = node_.now_ns + 4 * GatherNs(node_.options.stall_ns);
+  const int64_t until_ns = node_.now_ns + 4 * GatherNs(node_.options.LookNs());
   for (Stalled& stalled : stalled_) {
     if (!is_due || until_ns < stalled.next_ns) continue;
     // Not again while this query runs; Publish sets the next time.
@@ -377,7 +377,7 @@ void StallMonitor::Publish(const Query& query) {
   StallFacts facts = FactsOf(query);
   if (!IsStall(facts)) return;
   facts.waited_ns = waited_ns;
-  if (gathered_.empty()) report_ns_ = node_.now_ns + GatherNs(node_.options.stall_ns);
+  if (gathered_.empty()) report_ns_ = node_.now_ns + GatherNs(node_.options.LookNs());
   gathered_.emplace_back(*stalled, std::move(facts));
 }
 

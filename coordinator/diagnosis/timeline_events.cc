@@ -43,13 +43,11 @@ class TimelineEvents final : public EngineObserver {
       Operation* const operation = key.mine ? operations.Find(key.key) : nullptr;
       if (operation == nullptr) continue;
       AddSpan(*operation, SpanOf(*operation), operation->submitted_ns, now_ns);
-      operation->decided_ns = now_ns;
     }
   }
 
-  // One that was decided while nobody traced has no beginning.
   void OnDone(Operation& operation, int64_t now_ns) override {
-    if (!timeline_.on() || operation.decided_ns == 0) return;
+    if (!timeline_.on()) return;
     AddSpan(operation, SpanOf(operation) + kPrefix, operation.decided_ns, now_ns);
   }
 

@@ -152,6 +152,12 @@ Status Engine::AnnounceStep(uint32_t set, const std::string& prefix, const StepC
   return announcer_.Announce(set, prefix, step, !fills_cores());
 }
 
+void Engine::EndStep(int joins) {
+  const std::optional<StepTimes> times = steps_.End(rank(), joins, parts_.clock->NowNs());
+  if (!times) return;
+  for (EngineObserver* const one : parts_.observers.all) one->OnStep(*times);
+}
+
 bool Engine::Wait(const Work& work, int64_t timeout_ns) { return progress_.Wait(work, timeout_ns); }
 
 bool Engine::Poll(const Work& work) {

@@ -17,6 +17,7 @@
 #include "coordinator/engine/operation_registry.h"
 #include "coordinator/engine/progress_thread.h"
 #include "coordinator/engine/step_announcer.h"
+#include "coordinator/engine/step_clock.h"
 #include "coordinator/engine/submission_queue.h"
 #include "coordinator/engine/watchdog.h"
 
@@ -80,6 +81,10 @@ class Engine {
   /// steps end with a final Mismatch. One is in flight at a time; those that follow wait in order,
   /// so that all ranks make equally many. @return the engine's final error.
   Status AnnounceStep(uint32_t set, const std::string& prefix, const StepCount& step);
+  /// The calling thread has ended a step of training with all ranks, at the same point of each.
+  /// Waits for nobody. `joins`: how many of Join had ended when the step began, if ranks agree on
+  /// that: a rank that has joined takes no steps.
+  void EndStep(int joins = 0);
   /// Sleeps or works until `work` is done or `timeout_ns` (< 0: no limit) has passed. @return done?
   bool Wait(const Work& work, int64_t timeout_ns);
   /// The threads of the host's ranks need every core: what is to be waited for later is started
@@ -121,6 +126,9 @@ class Engine {
   };
   TableSizes Sizes() const;
 
+  /// How long operations wait for ranks from now on, before that ends the job; <= 0: for
+  /// ever. The rank that decides for a set goes by its own.
+  void SetStallShutdown(int64_t age_ns) { loop_.SetStallShutdown(age_ns); }
   /// Takes part in everything as absent until all ranks have joined. The Work ends then; see
   /// Lifecycle::last_joined().
   Result<std::shared_ptr<Work>> Join();
@@ -161,6 +169,7 @@ class Engine {
   OperationRegistry operations_;
   SubmissionQueue submissions_;
   StepAnnouncer announcer_;
+  StepClock steps_;
   RankDevice no_gpu_{{}, 0};
   RankDevice& gpu_;
   CallerThreads callers_;

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "coordinator/engine/engine_observer.h"
+#include "coordinator/engine/step_clock.h"
 #include "core/pause.h"
 
 namespace farandole {
@@ -62,7 +63,8 @@ EngineLoop::EngineLoop(const EngineOptions& options, const EngineParts& parts,
       negotiation_(options.negotiation, *this, parts.observe_negotiation),
       executor_(ExecutorOptions(options), parts.planes, *parts.counters, *this, shared.memory),
       coalescer_(*parts.transport, *parts.counters, shared.liveness),
-      last_event_ns_(parts.clock->NowNs()) {
+      last_event_ns_(parts.clock->NowNs()),
+      stall_shutdown_ns_(options.negotiation.stall_shutdown_ns) {
   Note(executor_.AddSet(global));
 }
 
@@ -101,6 +103,7 @@ EngineLoop::Outcome EngineLoop::FailForMemory() {
 EngineLoop::Outcome EngineLoop::Advance() {
   Outcome outcome;
   int64_t wake_in_ns = -1;
+  negotiation_.SetStallShutdown(stall_shutdown_ns_.load(std::memory_order_relaxed));
   outcome.moved = TakeSubmissions(&wake_in_ns);
   if (ReceiveMessages()) outcome.moved = true;
   FlushOutgoing();
@@ -152,7 +155,8 @@ bool EngineLoop::RunAgreed(Operation& operation) {
       negotiation_.FindKnown(operation.key, operation.signature, operation.vote);
   if (known.id == kNoId) return false;
   const bool is_agreed = AllAgree(*agreement, known);
-  now_ns_ = parts_.clock->NowNs();
+  const int64_t began_ns = std::exchange(now_ns_, parts_.clock->NowNs());
+  BlockedNs() += now_ns_ - began_ns;
   negotiation_.SetTime(now_ns_);
   if (!is_agreed) return false;
   negotiation_.NoteAgreed(known);

@@ -68,6 +68,8 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   /// The thread in RunOnce does not come back from a library: if it ever does, it uses no library.
   void GiveUp() { given_up_.store(true); }
   bool given_up() const { return given_up_.load(); }
+  /// See Engine; from the next RunOnce on.
+  void SetStallShutdown(int64_t age_ns) { stall_shutdown_ns_.store(age_ns); }
   /// Something has ended the job, and RunOnce deals with it.
   bool is_failing() const { return is_failing_.load(); }
 
@@ -81,6 +83,7 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   void OnSetEnded(uint32_t set, const Status& why) override;
   bool Holds(KeyId key) const override { return operations_.Find(key) != nullptr; }
   void OnKeyReleased(KeyId key) override { operations_.Release(key); }
+  void OnVoteByName() override { parts_.counters->Add(Counter::kVotesByName); }
   void OnJoinDone(int last_rank) override;
   void OnLeft(int rank) override;
   void OnShutdown() override { lifecycle_.ShutDown(); }
@@ -154,6 +157,7 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   std::atomic<bool> is_failing_{false};       // the table has why
   std::atomic<bool> spreading_abort_{false};  // of the final error; the transport needs more polls
   std::atomic<bool> given_up_{false};
+  std::atomic<int64_t> stall_shutdown_ns_;
 };
 
 }  // namespace farandole

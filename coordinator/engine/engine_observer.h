@@ -44,6 +44,8 @@ class EngineObserver {
   /// What has stalled, where it was noticed. `is_news`: it is reported now, and not only seen
   /// again.
   virtual void OnStalls(const std::vector<StallFacts>&, bool /*is_news*/, int64_t /*now_ns*/) {}
+  /// By the thread that has ended a step.
+  virtual void OnStep(const StepTimes&) {}
   /// Each rank that reads of a stall; or the one that has missed a report.
   virtual void OnStallReported() {}
 };

@@ -115,7 +115,7 @@ Status Executor::Execute(const WorkDecision& work, int64_t now_ns) {
                 &count);
     plans = std::span(plans_).first(count);
   }
-  FARANDOLE_RETURN_IF_ERROR(ClaimOperations(work, plans));
+  FARANDOLE_RETURN_IF_ERROR(ClaimOperations(work, plans, now_ns));
   if (set->running == 0) set->moved_ns.fill(active_ns_);
   for (size_t i = 0; i < plans.size(); ++i) {
     if (pool_.empty()) pool_.push_back(std::make_unique<Running>());
@@ -128,7 +128,7 @@ Status Executor::Execute(const WorkDecision& work, int64_t now_ns) {
     counters_.Add(Counter::kBatches);
     counters_.Add(Counter::kTensors, static_cast<int64_t>(plans[i].entries.size()));
     // TakeSizes counts the bytes of an alltoall.
-    if (run->sizes.is_known) counters_.Add(Counter::kBatchBytes, plans[i].bytes);
+    if (run->sizes.is_known) CountBytes(run->batch, plans[i].bytes);
     running_.push_back(std::move(run));
     ++set->running;
   }
@@ -138,6 +138,12 @@ Status Executor::Execute(const WorkDecision& work, int64_t now_ns) {
     if (operation != nullptr && operation->batches_left == 0) events_.OnOperationDone(*operation);
   }
   return {};
+}
+
+void Executor::CountBytes(const Batch& batch, int64_t bytes) {
+  counters_.Add(Counter::kBatchBytes, bytes);
+  if (batch.wire != batch.dtype) bytes = bytes / SizeOf(batch.dtype) * SizeOf(batch.wire);
+  counters_.Add(Counter::kWireBytes, bytes);
 }
 
 // One collective on its plane, which waits for no exchange of sizes before it starts.
@@ -166,11 +172,13 @@ Status Executor::ProvideResults(Operation& operation, const DecidedKey& key) {
 }
 
 // Looks up this rank's operations and counts in how many batches each takes part.
-Status Executor::ClaimOperations(const WorkDecision& work, std::span<const BatchPlan> plans) {
+Status Executor::ClaimOperations(const WorkDecision& work, std::span<const BatchPlan> plans,
+                                 int64_t now_ns) {
   decided_.clear();
   for (const DecidedKey& key : work.keys) {
     Operation* operation = key.mine ? events_.FindOperation(key.key) : nullptr;
     if (operation != nullptr) {
+      operation->decided_ns = now_ns;
       operation->batches_left = 0;
       operation->work->SetSkipped(*key.skipped);
     }
@@ -350,8 +358,7 @@ Result<bool> Executor::TakeSizes(Running& run) {
   run.batch.count = run.segments.front().count = most * row;
   run.segments.front().out = operation.out[run.tensor];
   run.sizes.is_known = true;
-  counters_.Add(Counter::kBatchBytes,
-                std::reduce(run.sends.begin(), run.sends.end()) * SizeOf(run.batch.dtype));
+  CountBytes(run.batch, std::reduce(run.sends.begin(), run.sends.end()) * SizeOf(run.batch.dtype));
   return run.batch.count == 0;
 }
 

@@ -147,7 +147,9 @@ class Executor {
   /// Once they are exchanged. @return whether there is nothing to send on any rank; Internal for
   /// sizes that no rank may send.
   Result<bool> TakeSizes(Running& run);
-  Status ClaimOperations(const WorkDecision& work, std::span<const BatchPlan> plans);
+  void CountBytes(const Batch& batch, int64_t bytes);
+  Status ClaimOperations(const WorkDecision& work, std::span<const BatchPlan> plans,
+                         int64_t now_ns);
   static DataPlane& PlaneOf(const Running& run);
   bool Advance(Running& run, int64_t now_ns, StepResult* result);
   Status StartIfNew(Running& run, int64_t now_ns);

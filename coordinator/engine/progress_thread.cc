@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "coordinator/engine/step_clock.h"
 #include "core/futex.h"
 #include "core/pause.h"
 
@@ -127,7 +128,9 @@ bool ProgressThread::Wait(const Work& work, int64_t timeout_ns, bool starts) {
       const int64_t left = deadline == kNever ? -1 : deadline - clock_.NowNs();
       if (deadline == kNever || left > 0) {
         waiting.Sleeps();
+        const int64_t began_ns = clock_.NowNs();
         work.SleepUntilDone(left);
+        BlockedNs() += clock_.NowNs() - began_ns;
       }
     }
     if (work.done()) break;
@@ -144,12 +147,14 @@ void ProgressThread::RunAsCaller(const Work& work, int64_t deadline_ns,
   doorbell_.Listen(Listener::kCaller);
   uint32_t ticket = 0;
   int64_t moved_ns = -1;
+  int64_t began_ns = -1;
   EngineLoop::Outcome outcome;
   for (;;) {
     ticket = doorbell_.Ticket();
     outcome = loop_.RunOnce(EngineLoop::Runner::kWaiter);
     const int64_t now_ns = loop_.now_ns();
     if (outcome.moved || moved_ns < 0) moved_ns = now_ns;
+    if (began_ns < 0) began_ns = now_ns;
     if (outcome.moved) doorbell_.StayAwake();
     if (work.done() || now_ns >= deadline_ns || engine_lock_wanted_.load() > 0) break;
     // What remains is for the engine thread: to pass a final error on, or to work on a GPU.
@@ -166,6 +171,7 @@ void ProgressThread::RunAsCaller(const Work& work, int64_t deadline_ns,
       doorbell_.Sleep(Listener::kCaller, ticket, sleep_ns);
     }
   }
+  BlockedNs() += loop_.now_ns() - began_ns;
   HandBack(ticket, outcome.sleep_ns);
 }
 

@@ -486,6 +486,8 @@ void GradientRound::CloseRound(Status* outcome) {
   for (Group& group : now_->groups) CloseGroup(group);
   if (round_.order_work != nullptr) NoteError(round_.order_work->status());
   *outcome = std::exchange(now_->first_error, Status());
+  // Also of a round that has failed on this rank alone: all ranks count the same steps.
+  if (options_.set == kGlobalSet) now_->engine->EndStep(now_->joins);
   if (outcome->code() == Code::kMismatch &&
       outcome->message().find(kWrapCount) != std::string::npos)
     *outcome = Status(outcome->code(), outcome->message() + kWrapAlike, outcome->facts());

@@ -56,13 +56,8 @@ EngineOptions MakeOptions(const Config& config, const Rendezvous& rendezvous,
   options.negotiation.join_allreduce_only = config.join_allreduce_only;
   options.negotiation.divergence_check = config.divergence_check;
   if (!config.stall_check_disable) {
-    // No key is looked at before the age stall_ns, so it is the earlier one of the limits that are
-    // set.
-    const double warning_s = config.stall_warning_s;
-    const double shutdown_s = config.stall_shutdown_s;
-    const bool is_first = shutdown_s > 0 && (warning_s == 0 || shutdown_s < warning_s);
-    options.negotiation.stall_ns = ToNs(is_first ? shutdown_s : warning_s);
-    options.negotiation.stall_shutdown_ns = ToNs(shutdown_s);
+    options.negotiation.stall_ns = ToNs(config.stall_warning_s);
+    options.negotiation.stall_shutdown_ns = ToNs(config.stall_shutdown_s);
   } else {
     options.negotiation.stall_ns = 0;
   }
@@ -117,6 +112,13 @@ Generation& Generation::Of(const Engine& engine) {
 }
 
 Engine& Generation::engine() { return *engine_; }
+
+void Generation::SetTimeout(double timeout_s) {
+  if (!has_timeout_) return;
+  config_.stall_shutdown_s = timeout_s;
+  if (!config_.stall_check_disable) engine_->SetStallShutdown(ToNs(timeout_s));
+}
+
 const Engine& Generation::engine() const { return *engine_; }
 
 bool Generation::IsInCallback() const { return engine_ != nullptr && engine_->IsInCallback(); }
@@ -387,8 +389,9 @@ void Generation::StartEngine(std::unique_ptr<Connections> joined, uint64_t numbe
   parts.counters = &joined_->counters;
   parts.log = joined_->log.get();
   parts.gpu = gpu_.get();
-  diagnosis_ = std::make_unique<Diagnosis>(
-      Diagnosis::Options{rank, config_.nan_check, parts.log, timeline_.get(), recorder_.get()});
+  diagnosis_ = std::make_unique<Diagnosis>(Diagnosis::Options{rank, config_.nan_check, parts.log,
+                                                              timeline_.get(), recorder_.get(),
+                                                              joined_->rendezvous.host_names});
   diagnosis_->Observe(parts);
   parts.memory = &joined_->memory;
   engine_ = std::make_unique<OwnedEngine>(*this, std::move(options), parts);
@@ -462,6 +465,7 @@ Result<std::unique_ptr<Generation>> Generation::BeginNext(Generation& ended) {
   std::unique_ptr<Generation> next(new Generation());
   next->config_ = ended.config_;
   next->config_.members.clear();
+  next->has_timeout_ = ended.has_timeout_;
   next->in_order_ = ended.in_order_;
   next->compute_threads_ = ended.compute_threads_;
   next->service_ = ended.service_;
@@ -481,9 +485,9 @@ Result<std::unique_ptr<Generation>> Generation::Begin(const InitOptions& asked) 
   if (!launcher.ok()) return launcher.status();
   std::unique_ptr<Generation> generation(new Generation());
   generation->config_ = std::move(config).value();
-  const bool is_set = environment.contains("FARANDOLE_STALL_SHUTDOWN_S") ||
-                      environment.contains("FARANDOLE_STALL_SHUTDOWN_TIME_SECONDS");
-  if (!is_set) generation->config_.stall_shutdown_s = init.timeout_s;
+  generation->has_timeout_ = !environment.contains("FARANDOLE_STALL_SHUTDOWN_S") &&
+                             !environment.contains("FARANDOLE_STALL_SHUTDOWN_TIME_SECONDS");
+  if (generation->has_timeout_) generation->config_.stall_shutdown_s = init.timeout_s;
   if (init.slots > 0 || init.apart) generation->config_.slots = init.slots;
   generation->in_order_ = init.in_order;
   generation->compute_threads_ = ComputeThreads(environment);

@@ -45,6 +45,9 @@ class Generation {
   /// `size` ranks in this process.
   static Result<std::vector<std::unique_ptr<Generation>>> InProcess(int size);
 
+  /// InitOptions::timeout_s from now on, of what waits already too, and of the next generations.
+  /// Not beside a call that reads settings.
+  void SetTimeout(double timeout_s);
   Engine& engine();
   const Engine& engine() const;
   WrapComparison& wraps() { return *wraps_; }
@@ -129,6 +132,7 @@ class Generation {
 
   Config config_;
   int compute_threads_ = 1;               // of the program, as far as it is known
+  bool has_timeout_ = false;              // of init, not of the environment
   bool in_order_ = false;                 // see NegotiationOptions
   std::shared_ptr<Bootstrap> bootstrap_;  // until the rank has joined
   std::unique_ptr<Connections> joined_;   // from then on

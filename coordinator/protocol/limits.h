@@ -17,6 +17,7 @@ inline constexpr size_t kMaxTensors = 65'536;                  ///< Tensors of o
 inline constexpr size_t kMaxSignatureBytes = size_t{8} << 20;  ///< As it travels, about.
 inline constexpr int64_t kMaxTensorBytes = int64_t{1} << 60;   ///< Sum over a key's tensors.
 inline constexpr int32_t kMaxRanks = 1 << 24;
+inline constexpr size_t kMaxStepTimes = size_t{1} << 16;   ///< Of one message.
 inline constexpr size_t kMaxRowNumbers = size_t{8} << 20;  ///< Of an allgather: tensors x ranks.
 inline constexpr size_t kMaxTextBytes = size_t{1} << 20;   ///< Of a refusal or report.
 

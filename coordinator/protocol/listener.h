@@ -77,6 +77,8 @@ class NegotiationListener {
   /// The key is forgotten, or its set has ended, and the number will be another key's. Comes after
   /// OnEnded.
   virtual void OnKeyReleased(KeyId) {}
+  /// A submission of this rank goes up in full: no id says it all.
+  virtual void OnVoteByName() {}
   virtual void OnJoinDone(int last_rank) = 0;
   virtual void OnLeft(int rank) = 0;
   virtual void OnShutdown() = 0;

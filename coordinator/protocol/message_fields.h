@@ -47,6 +47,17 @@ void Fields(Archive& archive, Of<Archive, StepRun>& run) {
   Fields(archive, run.count);
 }
 
+template <class Archive>
+void Fields(Archive& archive, Of<Archive, StepTimes>& times) {
+  Fields(archive, times.rank);
+  archive.Number("step", times.step, 1);
+  archive.Number("time of a step", times.ns, 0);
+  archive.Number("blocked time", times.blocked_ns, 0);
+  archive.Number("time of input", times.input_ns, 0);
+  archive.Number("time without a processor", times.queued_ns, 0);
+  archive.Number("time of garbage collection", times.collecting_ns, 0);
+}
+
 /// Without the ranks. @param most Of each text, in bytes.
 template <class Archive>
 void Fields(Archive& archive, Of<Archive, FailureFacts>& facts, size_t most) {
@@ -88,6 +99,8 @@ void Fields(Archive& archive, Of<Archive, UpMessage>& message) {
     case UpType::kWaits:
       archive.Number("number", message.number, 0);
       return archive.Records(message.waiting);
+    case UpType::kSteps:
+      return archive.List("step times", message.times, kMaxStepTimes);
   }
 }
 

@@ -13,6 +13,7 @@
 
 #include "coordinator/protocol/request.h"
 #include "core/status.h"
+#include "core/step_times.h"
 
 namespace farandole {
 
@@ -103,7 +104,8 @@ enum class UpType : uint8_t {
   kUnused,
   kBlocked,
   kWaits,
-  kLeaving
+  kLeaving,
+  kSteps
 };
 
 /// What the program of a rank does that submits nothing, as the runtime of its language tells.
@@ -155,6 +157,7 @@ struct UpMessage {
   KeyName key;                  ///< kStall.
   std::vector<Answer> answers;  ///< kAnswer.
   std::vector<WaitingRanks> waiting;  ///< kWaits.
+  std::vector<StepTimes> times;       ///< kSteps.
   bool operator==(const UpMessage&) const = default;
 
   /// As new, but for the type. Strings and vectors keep their memory, so that in the steady state a
@@ -172,6 +175,7 @@ struct UpMessage {
     key.name.clear();
     answers.clear();
     waiting.clear();
+    times.clear();
   }
 };
 

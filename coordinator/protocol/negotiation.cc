@@ -197,6 +197,10 @@ Negotiation::Negotiation(NegotiationOptions options, NegotiationListener& listen
 }
 Negotiation::~Negotiation() = default;
 
+void Negotiation::SetStallShutdown(int64_t age_ns) {
+  components_->node.options.stall_shutdown_ns = age_ns;
+}
+
 KeyId Negotiation::Intern(const KeyName& name) { return components_->node.keys.Intern(name); }
 const KeyName& Negotiation::NameOf(KeyId key) const {
   return components_->node.keys.Peek(key).name;
@@ -230,6 +234,7 @@ Status Negotiation::Submit(KeyId id, const Signature& signature, const Vote& vot
   Remember(node, key, cached, signature, vote);
   for (const auto& one : node.observers) one->OnSubmitted(id);
   if (plain) return components_->tally.CountOwn(id, *cached, vote.step);
+  node.listener.OnVoteByName();
   return components_->tally.CountOwn(id, OwnVotes(node, key, cached, signature, vote));
 }
 
@@ -341,6 +346,7 @@ Status Negotiation::ReceiveUp(int from, const UpMessage& message) {
     case UpType::kAnswer:
     case UpType::kBlocked:
     case UpType::kWaits:
+    case UpType::kSteps:
       for (const auto& one : node.observers) {
         FARANDOLE_RETURN_IF_ERROR(one->ReceiveUp(child, message));
       }

@@ -54,6 +54,8 @@ class Negotiation {
   /// ends first (a rank has left), OnJoinDone never comes and the rank stays absent elsewhere.
   /// @return InvalidArgument if joined or left; Aborted if the global set has ended.
   Status Join();
+  /// See NegotiationOptions.
+  void SetStallShutdown(int64_t age_ns);
   /// This rank submits nothing any more, and Leave will follow, unless all other ranks leave or
   /// announce it, too.
   Status AnnounceLeave();

@@ -38,7 +38,7 @@ struct NodeState {
   /// Of rank 0's decisions, which all ranks are sent that end a set.
   int64_t last_number() const { return last_numbers.front(); }
 
-  NegotiationOptions options;  // never changed; without the tree, which `sets` has digested
+  NegotiationOptions options;  // without the tree, which `sets` has digested
   NegotiationListener& listener;
   std::vector<std::unique_ptr<NegotiationObserver>> observers;  // since Negotiation is made
   SignatureCache keys;

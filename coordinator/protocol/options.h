@@ -1,6 +1,7 @@
 // The settings of a rank's negotiation; those on which ranks must agree are compared at init.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -45,6 +46,11 @@ struct NegotiationOptions {
 
   /// The planes of a set, per DeviceKind. Rank 0 decides those of new sets.
   std::vector<uint8_t> PlanesOf(std::span<const int32_t> ranks) const;
+  /// No key is looked at before this age: the earlier of the two limits that are set; <= 0: never.
+  int64_t LookNs() const {
+    const bool both = stall_ns > 0 && stall_shutdown_ns > 0;
+    return both ? std::min(stall_ns, stall_shutdown_ns) : std::max(stall_ns, stall_shutdown_ns);
+  }
   int64_t FusionThreshold(DeviceKind device) const {
     return device == DeviceKind::kCuda ? cuda_fusion_threshold_bytes : fusion_threshold_bytes;
   }

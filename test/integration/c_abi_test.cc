@@ -219,6 +219,7 @@ TEST_F(CAbi, RefusesNullByTheNameOfThePointer) {
   all.Try("wait_on", farandole_wait_on, "work stream -", work, &stream, 0);
   all.Try("is_complete", farandole_is_complete, "work", work);
   all.Try("wait", farandole_wait, "work -", work, 0);
+  all.Try("set_timeout", farandole_set_timeout, "context -", context, 0);
   all.Try("join", farandole_join, "context - last_rank", context, 0, &rank);
   all.Try("set_add", farandole_set_add, "context pointer - work", context, ranks, 1, &a_work);
   all.Try("set_find", farandole_set_find, "context pointer - uid", context, ranks, 1, &uid);
@@ -282,7 +283,9 @@ TEST_F(CAbi, RefusesNullByTheNameOfThePointer) {
                         "wait_in_slices",
                         "leave_thread",
                         "count_waiting_threads",
-                        "describe_with"});
+                        "describe_with",
+                        "note_time",
+                        "end_step"});
   EXPECT_EQ(all.functions, ExportedFunctions());
   // The operation is as it was.
   EXPECT_EQ(farandole_run(operation, 0, &in, &out, -1, &a_work), FARANDOLE_OK);
@@ -302,6 +305,7 @@ TEST_F(CAbi, AsksNothingOfANullHandle) {
   EXPECT_EQ(farandole_gradients_skipped(nullptr, 0), 0);
   EXPECT_EQ(farandole_gradients_next(nullptr), -1);
   EXPECT_EQ(farandole_counters(nullptr, nullptr, nullptr, 0), 0);
+  farandole_end_step(nullptr);
 }
 
 TEST_F(CAbi, GivesCountersIntoTheArraysThatThereAre) {

@@ -17,6 +17,12 @@ reduced_dtypes: tuple[str, ...]  # and what Sum and Average take besides: comple
 _Tensors = Sequence[tuple[str | None, int, tuple[int, ...]]]
 _Stream = tuple[int, int]  # CUDA device number, cudaStream_t
 
+def note_input(ns: int) -> None:
+    """The thread that trains has waited so long for input; see farandole_note_time of the C ABI."""
+
+def note_garbage_collection(ns: int) -> None:
+    """The garbage collector has run for so long; see farandole_note_time of the C ABI."""
+
 def count_waiting_threads() -> None:
     """See farandole_count_waiting_threads of the C ABI."""
 
@@ -109,6 +115,9 @@ class Context:
         """As close() for limit_s; False: other ranks are still in the job, so call it again or close_at_exit()."""
     def close_at_exit(self, limit_s: float, reason: int = 2, cause: str = "") -> None:
         """As close() for limit_s; then the library goes on when the process exits."""
+    def end_step(self) -> None:
+        """See farandole_end_step of the C ABI."""
+
     def raise_if_ended(self) -> None:
         """Raises the error with which the job has ended, as every new operation would."""
     def topology(self) -> tuple[int, int, int, int, int, int]: ...
@@ -118,6 +127,7 @@ class Context:
         """The value of FARANDOLE_..., as text; ValueError if there is no such setting."""
     def start_timeline(self, path: str, mark_cycles: bool) -> None: ...
     def stop_timeline(self) -> None: ...
+    def set_timeout(self, timeout_s: float) -> None: ...
     def join(self) -> int: ...
     def add_set(self, ranks: Sequence[int]) -> int:
         """A new process set's uid; collective."""

@@ -19,14 +19,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from farandole import _torch_trace
+
 _MOST_LINES = 20
-# core/flight_recorder.h: a header of a cache line, and events.
-_MAGIC = b"fflight1"
+_LEAST_SHARE, _LEAST_NS = 0.05, 1e6  # of a step, as coordinator/diagnosis/late_ranks.cc has it
+_LEAST_STEPS = 20
+# core/flight_recorder.h: a cache line each for a header and for the totals of steps, and events.
+_MAGIC = b"fflight2"
 _LINE = 64
 _EVENTS = 2048
 _HEADER = struct.Struct("<8sQIIQq")
+_TOTALS = struct.Struct("<6q")
 _EVENT = struct.Struct("<QqqqqBBBxIII72s")
-_RING = _LINE + _EVENTS * _EVENT.size
+_RING = 2 * _LINE + _EVENTS * _EVENT.size
 _STEPS = ("none", "submitted", "stalled", "failed")
 _STEP = "optimizer step"  # ranks compare these on their own; nobody waits for it
 _KINDS = ("allreduce", "broadcast", "allgather", "reducescatter", "alltoall", "barrier",
@@ -55,6 +60,8 @@ class Event(NamedTuple):
     code: str
     at_s: float  # time of day
     is_finished: bool
+    bytes: int = 0  # of a file
+    dtype: str = ""
 
     @property
     def operation(self) -> tuple[int, str, str]:
@@ -63,6 +70,18 @@ class Event(NamedTuple):
 
     def __str__(self) -> str:
         return f'{self.kind} "{self.name}"' + (f" of process set {self.set}" if self.set else "")
+
+
+class Steps(NamedTuple):
+    """All steps of training of a rank, and for how long, in ns, they took; for how long of that its thread was blocked
+    in operations, waited for input, could have run and had no processor, and the garbage collector ran."""
+
+    steps: int = 0
+    ns: int = 0
+    blocked_ns: int = 0
+    input_ns: int = 0
+    queued_ns: int = 0
+    collecting_ns: int = 0
 
 
 class Flight(NamedTuple):
@@ -77,6 +96,7 @@ class Flight(NamedTuple):
     reason: str = ""  # of a file
     written_s: float = 0.0
     error: dict[str, Any] | None = None  # the final one
+    steps: Steps = Steps()  # of a running rank
 
     def pending(self) -> list[Event]:
         """The submissions that had not ended, or ended by the final error only."""
@@ -137,6 +157,7 @@ def _event(said: dict[str, Any]) -> Event:
     return Event(
         _text(said, "step"), _text(said, "kind"), _text(said, "name"), _number(said, "set"), _number(said, "call"),
         _text(said, "code"), _number(said, "at_ns", 1 << 63) / 1e9, _number(said, "finished_ns") > 0,
+        _number(said, "bytes"), _text(said, "dtype"),
     )  # fmt: skip
 
 
@@ -273,13 +294,14 @@ def _of_ring(ring: bytes) -> Flight | None:
     _, written, size, rank, pid, wall_ns = _HEADER.unpack_from(ring)
     events = []
     for number in range(max(written - _EVENTS, 0) + 1, written + 1):
-        at = _LINE + (number - 1) % _EVENTS * _EVENT.size
+        at = 2 * _LINE + (number - 1) % _EVENTS * _EVENT.size
         noted, at_ns, _, finished_ns, _, _, kind, step, of_set, code, call, name = _EVENT.unpack_from(ring, at)
         if noted == number and kind < len(_KINDS) and step < len(_STEPS) and code < len(_CODES):
             text = name.partition(b"\0")[0].decode(errors="replace")
             at_s = (at_ns + wall_ns) / 1e9
             events.append(Event(_STEPS[step], _KINDS[kind], text, of_set, call, _CODES[code], at_s, finished_ns > 0))
-    return Flight(rank, size, pid, socket.gethostname(), events)
+    steps = Steps(*_TOTALS.unpack_from(ring, _LINE))
+    return Flight(rank, size, pid, socket.gethostname(), events, steps=steps)
 
 
 def _of_memory(path: str) -> list[Flight]:
@@ -335,6 +357,21 @@ def _state(flight: Flight, now_s: float) -> str:
     return "running"
 
 
+def _late(flights: Sequence[Flight]) -> Iterator[str]:
+    """Who has made the others wait, over all steps: who comes last is blocked for the least time. The counts of ranks
+    that are read one after another, or that have joined, differ."""
+    counts = [flight.steps.steps for flight in flights]
+    if min(counts) < _LEAST_STEPS or max(counts) > 1.1 * min(counts):
+        return
+    blocked = [flight.steps.blocked_ns / flight.steps.steps for flight in flights]
+    for number, flight in enumerate(flights):
+        others = sorted(blocked[:number] + blocked[number + 1 :])
+        late_ns, step_ns = others[len(others) // 2] - blocked[number] if others else 0, flight.steps.ns / counts[number]
+        if late_ns > max(_LEAST_SHARE * step_ns, _LEAST_NS):
+            each = f"{late_ns / 1e6:.3g} ms of {step_ns / 1e6:.3g}"
+            yield f"Rank {flight.rank} has made the others wait {each} in each of {counts[number]} steps."
+
+
 def list_jobs() -> Iterator[str]:
     """The lines of ``farandole ps``."""
     now_s = time.time()
@@ -349,7 +386,7 @@ def list_jobs() -> Iterator[str]:
         for row in rows:
             yield "  " + "  ".join(word.ljust(width) for word, width in zip(row, widths)).rstrip()
         if len(flights) == flights[0].size:
-            yield from (f"  {_printable(line)}" for line in _waits(flights))
+            yield from (f"  {_printable(line)}" for line in (*_waits(flights), *_late(flights)))
 
 
 def main_explain(argv: Sequence[str]) -> int:
@@ -359,13 +396,21 @@ def main_explain(argv: Sequence[str]) -> int:
         description="Says from the files in a folder who failed, who waits for whom, and where the ranks part.",
     )
     parser.add_argument("folder", type=pathlib.Path, help="FARANDOLE_FLIGHT_RECORDER_DIR of the job, of all its hosts")
+    parser.add_argument(
+        "--torch", metavar="OUT", type=pathlib.Path,
+        help="also write files into OUT for python -m torch.distributed.flight_recorder.fr_trace OUT",
+    )  # fmt: skip
 
     def warn(text: object) -> None:
         print(f"farandole explain: {_printable(str(text))}", file=sys.stderr)
 
+    arguments = parser.parse_args(argv)
     try:
-        print(explain(read_folder(parser.parse_args(argv).folder, warn)))
-    except UnreadableError as error:
+        flights = read_folder(arguments.folder, warn)
+        print(explain(flights))
+        if arguments.torch:
+            _torch_trace.write(flights, arguments.torch)
+    except (UnreadableError, OSError) as error:
         warn(error)
         return 1
     return 0

@@ -151,7 +151,7 @@ Result<FrameReader::Kind> FrameReader::Next(UpMessage& up, DownMessage& down) {
     FARANDOLE_RETURN_IF_ERROR(DecodeFrame(type, DownType::kWhoWaits, payload, down));
     return Kind::kDown;
   }
-  FARANDOLE_RETURN_IF_ERROR(DecodeFrame(type, UpType::kLeaving, payload, up));
+  FARANDOLE_RETURN_IF_ERROR(DecodeFrame(type, UpType::kSteps, payload, up));
   return Kind::kUp;
 }
 

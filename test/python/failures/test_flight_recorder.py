@@ -187,8 +187,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, capsys):
 
 
 def event(name, **changes):
-    said = {"step": "submitted", "kind": "allreduce", "name": name, "set": 0, "call": 1, "code": "OK", "at_ns": 10**9,
-            "finished_ns": 0}  # fmt: skip
+    said = {"step": "submitted", "kind": "allreduce", "name": name, "set": 0, "call": 1, "bytes": 4,
+            "dtype": "float32", "code": "OK", "at_ns": 10**9, "finished_ns": 0}  # fmt: skip
     return said | changes
 
 
@@ -299,7 +299,7 @@ def test_ps_lists_running_ranks_and_what_they_wait_for(tmp_path, capsys):
 def test_ps_reads_no_more_ranks_than_the_memory_holds():
     ring = bytearray(flight._RING)
     flight._HEADER.pack_into(ring, 0, flight._MAGIC, 1, 2**32 - 1, 0, os.getpid(), 0)
-    flight._EVENT.pack_into(ring, flight._LINE, 1, 1, 0, 0, 0, 0, 0, 1, 0, 0, 1, b"a\x1bb")
+    flight._EVENT.pack_into(ring, 2 * flight._LINE, 1, 1, 0, 0, 0, 0, 0, 1, 0, 0, 1, b"a\x1bb")
     memory = os.memfd_create("flight-farandole")
     try:
         os.write(memory, ring)

@@ -15,7 +15,7 @@ from farandole.exceptions import *
 from farandole.generations import *
 from farandole.ops import Adasum, Average, Handle, Max, Min, Product, Sum, barrier, interrupted, join, poll, synchronize
 from farandole.stopping import *
-from farandole.torch import elastic, ops
+from farandole.torch import _input, elastic, ops  # noqa: F401  (the first notes how long loaders take)
 from farandole.torch._watch import watch
 from farandole.torch.compression import Compression, PowerSGD
 from farandole.torch.ddp import ddp_hook

@@ -162,6 +162,7 @@ std::vector<UpMessage> SomeUps() {
   add(UpType::kWaits, 6).waiting = {
       {{1, 2}, {{5, OpKind::kBroadcast, "bias"}, {}}, true, false, true, "a.py:3"},
       {{3}, {}, false, true, false, ""}};
+  add(UpType::kSteps, 0).times = {{3, 1, 40, 7, 6, 5, 4}, {4, int64_t{1} << 40, 9, 0, 0, 0, 0}};
   return messages;
 }
 
@@ -288,7 +289,7 @@ TEST(Wire, RefusesAnotherVersionAndAnUnknownTypeByName) {
   bytes[2] = std::byte{99};
   EXPECT_THAT(Refusal(bytes), HasSubstr("version is 99"));
   bytes = Bytes(SomeUps()[1]);
-  for (const int type : {10, 0x80 + 13, 0x80 + 0x3F, 0x40}) {
+  for (const int type : {11, 0x80 + 13, 0x80 + 0x3F, 0x40}) {
     bytes[3] = static_cast<std::byte>(type);
     EXPECT_THAT(Refusal(bytes), HasSubstr("unknown type " + std::to_string(type)));
   }

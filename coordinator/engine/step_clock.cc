@@ -1,0 +1,97 @@
+#include "coordinator/engine/step_clock.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdlib>
+#include <utility>
+
+#include "core/clock.h"
+
+namespace farandole {
+namespace {
+
+/// Reading /proc costs some microseconds: steps that are shorter share one look.
+constexpr int64_t kLookNs = 5 * kNsPerMs;
+
+/// Longer than any pause: what is more is no time.
+constexpr int64_t kMostNs = 1'000'000 * kNsPerSecond;
+constexpr int kJoinsBit = 40;  // of the number of a step; below it they are counted
+
+std::atomic<int64_t> collecting_ns = 0;
+
+std::atomic<uint64_t> threads = 0;
+
+struct ThreadTimes {
+  uint64_t thread = ++threads;  // a later one may get the address of one that has ended
+  int64_t blocked_ns = 0;
+  int64_t input_ns = 0;
+  int64_t queued_ns = 0;
+  int64_t looked_ns = 0;
+};
+
+ThreadTimes& OfThisThread() {
+  static thread_local ThreadTimes times;
+  return times;
+}
+
+/// How long this thread could have run and had no processor.
+/// @return `known_ns` if the kernel does not count it, or cannot be asked now.
+int64_t ReadQueuedNs(int64_t known_ns) {
+  const int file = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
+  if (file < 0) return known_ns;
+  std::array<char, 128> text{};
+  const ssize_t bytes = read(file, text.data(), text.size() - 1);
+  close(file);
+  if (bytes <= 0) return known_ns;
+  char* ran = nullptr;  // behind the time that it has run for
+  (void)std::strtoll(text.data(), &ran, 10);
+  return std::strtoll(ran, nullptr, 10);
+}
+
+int64_t QueuedNs(int64_t now_ns) {
+  ThreadTimes& times = OfThisThread();
+  if (now_ns - times.looked_ns >= kLookNs) {
+    times.looked_ns = now_ns;
+    times.queued_ns = ReadQueuedNs(times.queued_ns);
+  }
+  return times.queued_ns;
+}
+
+}  // namespace
+
+void NoteTime(TimeOf what, int64_t ns) {
+  if (ns <= 0 || ns > kMostNs) return;
+  if (what == TimeOf::kInput) OfThisThread().input_ns += ns;
+  if (what == TimeOf::kGarbageCollection) collecting_ns.fetch_add(ns);
+}
+
+int64_t& BlockedNs() { return OfThisThread().blocked_ns; }
+
+std::optional<StepTimes> StepClock::End(int32_t rank, int joins, int64_t now_ns) {
+  const ThreadTimes& own = OfThisThread();
+  const StepTimes now{
+      rank, 0, now_ns, own.blocked_ns, own.input_ns, QueuedNs(now_ns), collecting_ns.load()};
+  const std::lock_guard lock(mutex_);
+  const StepTimes before = std::exchange(total_, now);
+  const uint64_t thread = std::exchange(thread_, own.thread);
+  if (std::exchange(joins_, joins) != joins) steps_ = 0;
+  ++steps_;
+  if (thread != thread_) return std::nullopt;
+  // A child of fork may have read less: no time is negative.
+  const auto since = [](int64_t total_ns, int64_t before_ns) {
+    return std::max<int64_t>(total_ns - before_ns, 0);
+  };
+  return StepTimes{rank,
+                   (int64_t{joins} << kJoinsBit) + steps_,
+                   since(now.ns, before.ns),
+                   since(now.blocked_ns, before.blocked_ns),
+                   since(now.input_ns, before.input_ns),
+                   since(now.queued_ns, before.queued_ns),
+                   since(now.collecting_ns, before.collecting_ns)};
+}
+
+}  // namespace farandole

@@ -1,0 +1,20 @@
+// How long steps of training took, and where the time went.
+#pragma once
+
+#include <cstdint>
+
+namespace farandole {
+
+/// Of one step of a rank, or of all its steps; what of the time is no computing may overlap.
+struct StepTimes {
+  int32_t rank = 0;
+  int64_t step = 0;  ///< Its number; of all steps: how many.
+  int64_t ns = 0;
+  int64_t blocked_ns = 0;     ///< Its thread waited for operations.
+  int64_t input_ns = 0;       ///< It waited for input, as far as a frontend notes that.
+  int64_t queued_ns = 0;      ///< It could have run, and had no processor.
+  int64_t collecting_ns = 0;  ///< The garbage collector of its language ran.
+  bool operator==(const StepTimes&) const = default;
+};
+
+}  // namespace farandole

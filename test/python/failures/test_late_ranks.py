@@ -1,0 +1,91 @@
+"""A rank that makes the others wait, step after step, is named with what takes longer on it."""
+
+import gc
+import os
+import re
+import sys
+import time
+
+import pytest
+import torch
+
+import farandole.torch as hvd
+import farandole.torch.distributed  # noqa: F401  (its backend)
+import ranks
+from farandole import flight
+
+STEP_S, LATE_S, STEPS = 0.01, 0.02, 60
+
+
+class Slow(torch.autograd.Function):
+    """A layer whose backward pass takes long."""
+
+    @staticmethod
+    def forward(ctx, x, seconds):
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+class Samples(torch.utils.data.Dataset):
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def __len__(self):
+        return STEPS
+
+    def __getitem__(self, _):
+        time.sleep(self.seconds)
+        return torch.zeros(4)
+
+
+def train(cause, trainer):
+    """What each rank runs; the last one is late."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    is_late = rank == size - 1
+    late_s = {name: LATE_S if is_late and cause == name else 0 for name in ("computing", "input")}
+    garbage = [[i] for i in range(400_000)] if is_late and cause == "garbage collection" else []
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if trainer == "DDP":
+        torch.distributed.init_process_group("farandole")
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    else:
+        hvd.init()
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    for batch in torch.utils.data.DataLoader(Samples(late_s["input"])):
+        optimizer.zero_grad()
+        model(Slow.apply(batch.requires_grad_(), STEP_S + late_s["computing"])).sum().backward()
+        optimizer.step()
+        if garbage:
+            gc.collect()
+    if rank == 0:
+        (flights,) = (one for one in flight.running() if len(one) == size and one[0].pid == os.getpid())
+        assert flights[0].steps.steps == STEPS - 1
+        print("\n".join(flight._late(flights)))
+
+
+def said_of(cause, size=2, trainer="optimizer"):
+    return ranks.communicate(ranks.start_forked(size, [__file__, cause, trainer]))[0]
+
+
+@pytest.mark.parametrize("trainer, size", [("optimizer", 2), ("optimizer", 3), ("DDP", 3)])
+@pytest.mark.parametrize("cause", ["computing", "input", "garbage collection"])
+def test_a_late_rank_is_named_with_the_cause(cause, trainer, size):
+    said = said_of(cause, size, trainer)
+    named = re.findall(r"warning: rank (\d+) \(host \S+\) makes all wait [\d.]+ ms of [\d.]+ in each step: (.*)", said)
+    assert [rank for rank, _ in named] == [str(size - 1)] * len(named) and named, said
+    assert any(text.startswith(f"its {cause} takes ") for _, text in named), said
+    assert re.search(rf"^Rank {size - 1} has made the others wait [\d.]+ ms of [\d.]+ in each of ", said, re.M), said
+
+
+def test_nobody_is_named_where_all_take_equally_long():
+    assert "makes all wait" not in said_of("nothing")
+
+
+if __name__ == "__main__":
+    train(*sys.argv[1:])
