@@ -123,6 +123,17 @@ run_pytest_libraries() {
     test/python/collectives/test_{torch_libraries,array_kinds}.py
 }
 
+# A Prometheus, unpacked and not installed, which would start it as a service; and a collector of OpenTelemetry's.
+run_pytest_monitoring() {
+  local files=$repository/build/prometheus
+  install_apart monitoring "${monitoring_packages[@]}" || return
+  [[ -x $files/usr/bin/prometheus ]] || (
+    mkdir -p "$files" && cd "$files" && quietly apt-get download prometheus && quietly dpkg -x prometheus_*.deb .
+  ) || return
+  PATH=$files/usr/bin:$PATH PYTHONPATH=$(echo "$FARANDOLE_VENV"/monitoring/lib/python*/site-packages) \
+    pytest_with pytest-monitoring "$python" test/python/launch/test_prometheus.py
+}
+
 # Programs of JAX, TensorFlow and Keras, of which none may be missing.
 run_pytest_frameworks() {
   PYTHONPATH=$(echo "$FARANDOLE_VENV"/frameworks/lib/python*/site-packages) FARANDOLE_TEST_FRAMEWORKS=1 \
@@ -131,12 +142,12 @@ run_pytest_frameworks() {
 
 # What uses torch once more, as if it had no C functions of DLPack: so are torch 2.1 to 2.9. Of the jobs
 # under mpirun those count in which torch itself acts otherwise than between threads. How ranks meet, what is
-# reported and how long names are kept does not depend on how a tensor comes in, and recipes bring nothing that
-# test_example does not: try_torch.sh alone runs those, too.
+# reported and how long names are kept does not depend on how a tensor comes in, recipes bring nothing that
+# test_example does not, and torch.distributed is as new as this torch: try_torch.sh alone runs those, too.
 run_pytest_older_torch() {
   PYTHONPATH=$repository/test/site FARANDOLE_TEST_OLDER_TORCH=1 \
     pytest_with pytest-older-torch "$python" "${torch_tests[@]}" \
-    --ignore-glob=*/test_{example_recipes,init_tcp,log,names,stalls,timeline}.py
+    --ignore-glob=*/test_{example_recipes,init_tcp,log,names,stalls,timeline,torch_distributed,torch_libraries,torch_watch}.py
 }
 
 # Programs outside the tree against what gets installed: C++, C, libtorch; and the reference.
@@ -222,6 +233,7 @@ other_environments() {
   must "aarch64" run_aarch64
   must "Python tests without DLPack's C functions" run_pytest_older_torch
   must "Ray" run_pytest_ray
+  must "Prometheus, OpenTelemetry" run_pytest_monitoring
   must "Lightning, Accelerate, JAX, MLX" run_pytest_libraries
   must "Python tests with Open MPI 5" run_pytest_openmpi5
 }

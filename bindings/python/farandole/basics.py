@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from farandole import _activity as _activity  # of _core, which asks it when imports may be locked
-from farandole import _core, _horovod, _store, exceptions
+from farandole import _core, _horovod, _metrics, _step_times, _store, exceptions
 from farandole.exceptions import (
     AbortedError,
     GenerationEndedError,
@@ -86,6 +86,7 @@ class Context:
 
     def __post_init__(self) -> None:
         self.topology = Topology(*self.core.topology())
+        _step_times.note_collections()
 
     def close(self, at_exit: bool = False) -> None:
         """Leaves the job. Work in flight ends with an error first, so its memory may go then.
@@ -139,7 +140,8 @@ class _Process:
 
     @classmethod
     def announce(cls, context: Context | None) -> None:
-        """To the listeners."""
+        """To the listeners, and to who exports metrics."""
+        _metrics.follow(context)
         for listener in cls.listeners:
             listener(context.core.address if context is not None else 0)
 
@@ -195,6 +197,7 @@ def init(
             them to be let in, and takes the rank that they give it. Also FARANDOLE_MEMBERS.
 
     Raises:
+        ModuleNotFoundError: FARANDOLE_METRICS=otlp needs packages that are not installed; the message names them.
         ValueError: A setting or an argument is invalid; the message names it and its range. Arguments and
             launcher contradict each other, or the address of rank 0 is unknown. ``comm`` has other ranks than
             the job. A rank passed two process sets of the same ranks.
@@ -212,6 +215,7 @@ def init(
         if find() is not None:
             return
         shutdown()  # the rest of one that was interrupted
+        _metrics.read_targets()
         with _horovod.settings(), shown_briefly():
             core = _join(comm, rank, size, local_rank, address, store, slots or 0, elastic, members)
             _Process.default = Context(core)
@@ -226,10 +230,10 @@ def init(
             if process_sets is not None and not isinstance(process_sets, str):
                 for process_set in _unite(process_sets):
                     add_process_set(process_set)
+            _Process.announce(_Process.default)
         except Exception:
             shutdown()
             raise
-        _Process.announce(_Process.default)
 
 
 def _join(
