@@ -22,6 +22,7 @@ import torch.utils.checkpoint
 
 import farandole
 import farandole.torch.distributed
+from farandole.torch.distributed._group import _open_groups
 from farandole.torch.distributed._work import Work
 
 R, N = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -328,6 +329,103 @@ def the_end_of_a_group_leaves_nothing_of_its_messages():
     stays(used, cycle, 5)
 
 
+def a_monitored_barrier_names_who_does_not_come_and_the_next_one_works():
+    group, store = everybody(), dist.distributed_c10d._get_default_store()
+    limits = [datetime.timedelta(seconds=limit_s) for limit_s in (0.1, 60)]
+    dist.monitored_barrier(group, limits[1])
+    for names_all, text, ranks in ((True, "Ranks 1, 2 failed", (1, 2)), (False, "Rank 1 failed", (1,))):
+        key, text = f"all: {names_all}", f"{text} to pass monitoredBarrier in 100 ms"
+        if R == 0:
+            texts = [text]
+        else:
+            store.wait([key])
+            texts = [text, f"Rank {R} successfully reached monitoredBarrier, but received errors"]
+        call = functools.partial(dist.monitored_barrier, group, limits[R > 0], wait_all_ranks=names_all)
+        error = refused(call, *texts, error=farandole.OperationTimeoutError)
+        assert error.failed_ranks == ranks, error.failed_ranks
+        store.set(key, "")
+        dist.monitored_barrier(group, limits[1])
+
+
+def torch_finds_what_it_asks_a_group_for():
+    before = len(_open_groups)
+    group = everybody()
+    assert len(_open_groups) == before + 1, "one engine for all devices"
+    group._set_sequence_number_for_group()
+    for _ in range(3):
+        dist.all_reduce(torch.ones(1), group=group)
+    send_or_receive(torch.ones(1), 0, 1, group)
+    assert group._get_sequence_number_for_group() == 3
+    store, options = group.get_group_store(), group._get_backend(torch.device("cpu")).options
+    store.set(f"from {R}", "here")
+    store.wait([f"from {rank}" for rank in range(N)])
+    found = options.backend, options.global_ranks_in_group, options.group_name, options._timeout
+    assert found == ("farandole", list(range(N)), group.group_name, datetime.timedelta(minutes=30)), found
+    asked = [f"supports_{what}" for what in ("coalescing", "shrinking", "window", "time_estimate")]
+    assert not any(getattr(group, name) for name in asked)
+    refused(functools.partial(group.merge_remote_group, store, 2), "reconfigure()", error=NotImplementedError)
+    dist.destroy_process_group(group)
+
+
+def groups_are_split_in_the_order_of_their_ranks():
+    splits = [[1, 0], *([rank] for rank in range(2, N))]
+    for _ in range(2):  # those of equal ranks are others
+        if torch.__version__ >= "2.15":  # before, dist.split_group wants a GPU
+            group = dist.split_group(split_ranks=splits, timeout=datetime.timedelta(seconds=60))
+        else:
+            group = dist.group.WORLD.split_group(next(one for one in splits if R in one))
+        assert group.size() == len(splits[max(R - 1, 0)]) and group.rank() == (1 - R if R < 2 else 0)
+        value = torch.full((1,), R + 1.0)
+        group.allreduce([value]).wait()
+        assert value.item() == (3 if R < 2 else R + 1)
+        group.shutdown()
+    assert dist.group.WORLD.split_group([1 - R if R < 2 else 0]) is None
+
+
+def one_tensor_is_gathered():
+    given, whole = torch.full((2, 1), float(R)), torch.zeros(2 * N)
+    (dist.gather_single if hasattr(dist, "gather_single") else gather_single)(given, whole if R == 1 else None, dst=1)
+    assert whole.view(N, 2).mean(1).tolist() == (list(range(N)) if R == 1 else [0] * N)
+
+
+def gather_single(given, whole, dst):
+    """dist.gather_single of torch 2.14."""
+    options = dist.GatherOptions()
+    options.rootRank = dst
+    dist.group.WORLD.gather_single(torch.empty(0) if whole is None else whole, given, options).wait()
+
+
+def hooks_see_what_is_called_until_they_are_taken_away():
+    group, seen = everybody(), []
+    if not hasattr(dist.ProcessGroup, "register_pre_hook"):
+        return refused(functools.partial(group.register_pre_hook, 1, print), "2.14", error=NotImplementedError)
+    group.register_pre_hook(1, lambda call: seen.append((call.op_id, call.name.name, len(call.input_tensors))))
+    group.register_post_hook(1, lambda call: seen.append((call.op_id, call.name.name, call.work is not None)))
+    value, rows = torch.ones(2), torch.empty(2 * N)
+    work = dist.all_reduce(value, group=group, async_op=True)
+    work.wait()
+    assert work.is_completed() and isinstance(work, Work) and work.result()[0] is value
+    dist.all_gather_into_tensor(rows, value, group=group)
+    send_or_receive(value, 0, 1, group)
+    assert rows.tolist() == [N] * 2 * N and value.tolist() == [N] * 2
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group)
+    model(value).sum().backward()
+    message = {0: ["SEND"], 1: ["RECV"]}.get(R, [])
+    names = [name.removesuffix("_BASE") for _, name, _ in seen[::2]]  # which torch 2.14 does not add
+    assert names[: 2 + len(message)] == ["ALLREDUCE", "ALLGATHER", *message] and names[-1] == "ALLREDUCE", names
+    assert all(pre[:2] == post[:2] and post[2] for pre, post in zip(seen[::2], seen[1::2], strict=True)), seen
+    group.unregister_pre_hook(1)
+    group.unregister_post_hook(1)
+    count = len(seen)
+    dist.all_reduce(value, group=group)
+    assert len(seen) == count
+    dist.destroy_process_group(group)
+    gone = weakref.ref(group)
+    del group, model, work
+    gc.collect()
+    assert gone() is None
+
+
 def many_groups_come_and_go():
     def used():
         with open("/proc/self/maps") as maps:
@@ -481,6 +579,21 @@ def a_rank_that_has_left_ends_the_wait_for_its_first_message_and_no_other():
         dist.send(value * 5, 0, group=group)
 
 
+def an_abort_hook_may_leave_the_group_while_a_first_message_waits():
+    group, ended, limit = everybody(), threading.Event(), datetime.timedelta(seconds=1)
+    if R == 0:
+        group.register_abort_hook(1, lambda: (group.abort(), ended.set()))
+        message = dist.irecv(torch.empty(1), 1, group=group)
+    time.sleep(0.5)  # the pair waits with the time-out of before
+    group.set_timeout(limit)
+    dist.barrier()
+    if R == 1:
+        refused(lambda: dist.all_reduce(torch.ones(1), group=group), error=farandole.OperationTimeoutError)
+    elif R == 0:
+        assert ended.wait(60)
+        refused(message.wait, "longer than 1 s", error=farandole.OperationTimeoutError)
+
+
 def reconfiguring(group, number, handles, timeout_s=None):
     """torch's call since 2.14; before, what it does."""
     kind = getattr(torch._C._distributed_c10d, "ReconfigureOptions", types.SimpleNamespace)
@@ -551,6 +664,28 @@ def a_reconfiguration_that_cannot_be_says_why_and_the_next_one_works():
     reconfiguring(group, 4, handles)
     dist.all_reduce(value, group=group)
     assert value.item() == N**3
+    dist.destroy_process_group(group)
+
+
+def a_reconfigured_group_splits_counts_and_calls_hooks_as_a_new_one():
+    group, has_hooks = everybody(), hasattr(dist.ProcessGroup, "register_pre_hook")
+    handles, seen, value = handles_of(group), [], torch.full((1,), R + 1.0)
+    if has_hooks:
+        group.register_pre_hook(1, lambda call: seen.append(call.name.name))
+    if R == 0:  # a newcomer would not have split either
+        group.split_group([1])
+    dist.barrier(group)
+    reconfiguring(group, 1, handles[::-1])
+    assert group._get_sequence_number_for_group() == 0
+    part = group.split_group(list(range(N)), datetime.timedelta(seconds=10))
+    part.allreduce([value]).wait()
+    assert value.item() == N * (N + 1) / 2
+    part.shutdown()
+    reconfiguring(group, 2, handles[R : R + 1])
+    dist.all_reduce(value, group=group)
+    if has_hooks:
+        inner = group.fl_observed.group
+        assert seen == ["BARRIER", "ALLREDUCE"] and (inner.rank(), inner.size()) == (0, 1), (seen, inner.size())
     dist.destroy_process_group(group)
 
 

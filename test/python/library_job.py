@@ -69,6 +69,49 @@ def accelerate(backend):
     return [*net.parameters(), losses]
 
 
+def transformers(backend):
+    from transformers import Trainer, TrainingArguments
+
+    class Classifier(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = model()
+
+        def forward(self, inputs, labels):
+            outputs = self.net(inputs)
+            return {"loss": nn.functional.cross_entropy(outputs, labels), "logits": outputs}
+
+    dist.init_process_group(backend)
+    classifier = Classifier()
+    rows = [{"inputs": inputs, "labels": label} for inputs, label in samples()]
+    arguments = TrainingArguments(tempfile.mkdtemp(), use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True)
+    trainer = Trainer(classifier, arguments, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    return [*classifier.parameters(), trainer.evaluate()["eval_loss"]]
+
+
+def ignite(backend):
+    import ignite.distributed as idist
+    from ignite.engine import Engine
+    from ignite.metrics import Average
+
+    dist.init_process_group(backend)
+    net = model()
+    trained, optimizer = nn.parallel.DistributedDataParallel(net), torch.optim.Adam(net.parameters())
+
+    def step(_, batch):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(trained(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    engine = Engine(step)
+    Average().attach(engine, "loss")
+    engine.run(idist.auto_dataloader(samples(), batch_size=4 * SIZE, shuffle=True))
+    return [*net.parameters(), engine.state.metrics["loss"]]
+
+
 def deepspeed(backend):
     import deepspeed
 

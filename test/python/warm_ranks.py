@@ -121,6 +121,7 @@ def _main() -> None:
 
     gc.collect()
     gc.freeze()  # or a collection in a rank writes to, and so copies, the memory of all that was imported
+    atexit.register(gc.unfreeze)  # or triton 3.9 prints, at a rank's end, what is still there
     arguments = _fork_as_told(socket.socket(fileno=int(sys.argv[1])))
     sys.argv = arguments
     if arguments[0] == "-c":

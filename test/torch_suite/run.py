@@ -9,7 +9,7 @@ of one backend, if anything fails.
 
 torch decides at the import of its tests which ones a backend by that name runs. Here it decides for gloo, so that
 Farandole runs those of gloo, and a test that asks whether its backend is gloo is told yes (`_Ours`). What goes by
-the name in torch itself stays: no `monitored_barrier`, and no search for a profiler's events of collectives.
+the name in torch itself stays: no search for a profiler's events of collectives.
 
 Needs the package ``expecttest``.
 """
@@ -97,10 +97,6 @@ def run_one(module, case, name, backend):
     return ("failed", "passed unexpectedly") if result.unexpectedSuccesses else ("passed", "")
 
 
-def is_among(name, patterns):
-    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
-
-
 def last_error(text):
     """The line of a trace-back that says what went wrong, of the first rank that has one."""
     lines = [line.strip() for line in text.splitlines() if re.match(r"(\w+\.)*\w*(Error|Exception|Failure)\b", line)]
@@ -111,7 +107,6 @@ def last_error(text):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tests", nargs="*", default=["test_*"], help="names, with * and ? (default: all)")
-    parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="leave these out")
     parser.add_argument("--share", default="0/1", metavar="K/N", help="of each N tests the one with number K")
     parser.add_argument("--size", type=int, default=2, help="ranks")
     parser.add_argument("--backends", nargs="+", default=[REFERENCE, OURS])
@@ -123,7 +118,7 @@ def main():
     module = load(arguments.size, arguments.limit)
     case = make_case(module)
     names = unittest.TestLoader().getTestCaseNames(case)
-    names = [name for name in names if is_among(name, arguments.tests) and not is_among(name, arguments.without)]
+    names = [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in arguments.tests)]
     which, share = map(int, arguments.share.split("/"))
     table = {}
     for name in names[which::share]:

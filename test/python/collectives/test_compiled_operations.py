@@ -7,7 +7,7 @@ from test_torch_distributed import pytestmark as of_processes
 from test_torch_distributed import run_script
 
 pytestmark = [
-    *of_processes,
+    of_processes,
     pytest.mark.skipif(not hasattr(torch.library, "register_autograd"), reason="torch before 2.4"),
 ]
 SCRIPT = """

@@ -11,7 +11,6 @@ from distributed_job import compare
 from ranks import free_port
 from test_torch_distributed import run
 
-pytestmark = pytest.mark.once
 JOB = pathlib.Path(library_job.__file__)
 
 
@@ -21,6 +20,10 @@ BACKENDS = ("gloo", "farandole")
 @pytest.mark.parametrize("size", [2, 3])
 def test_lightning_and_accelerate_train_as_over_gloo(size, tmp_path):
     expect_same(size, ["lightning", "accelerate"], tmp_path)
+
+
+def test_the_trainer_of_transformers_and_ignite_train_as_over_gloo(tmp_path):
+    expect_same(2, ["transformers", "ignite"], tmp_path)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -9,10 +9,7 @@ import torch
 
 from test_torch_distributed import run
 
-pytestmark = [
-    pytest.mark.once,
-    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed"),
-]
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
 PRELUDE = """
 import ctypes, hashlib, os, signal, sys, threading, time
 import torch

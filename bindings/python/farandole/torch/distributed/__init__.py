@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import socket
 import sys
 import types
@@ -37,6 +38,7 @@ from farandole import basics, objects
 from farandole.torch import _calls, _compat
 from farandole.torch.distributed._futures import Completer
 from farandole.torch.distributed._group import DEVICES, NAME, ProcessGroup
+from farandole.torch.distributed._hooks import Observed
 from farandole.torch.distributed._job import Job
 from farandole.torch.distributed._pair import Later, Pair
 from farandole.torch.distributed._work import Work
@@ -85,13 +87,28 @@ def _rendezvous(_url: str, timeout: datetime.timedelta = datetime.timedelta(minu
     raise RuntimeError("farandole:// does not support a change of the world")
 
 
+def _ask_groups_of_ours() -> None:
+    """torch's function before 2.14 refuses any backend that is not named gloo."""
+    of_torch = dist.monitored_barrier
+
+    @functools.wraps(of_torch)
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        asked = dist.group.WORLD if group is None else group
+        call = asked.monitored_barrier if isinstance(asked, ProcessGroup) else functools.partial(of_torch, group)
+        call(timeout, wait_all_ranks)
+
+    dist.monitored_barrier = dist.distributed_c10d.monitored_barrier = monitored_barrier
+
+
 def _register() -> None:
     """What importing this module does, for torch 2.14 and newer, which find it as an entry point of the package."""
     with contextlib.suppress(RuntimeError):  # registered before, as by a reload
         dist.register_rendezvous_handler(NAME, _rendezvous)
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=list(DEVICES))
+        if not hasattr(dist, "_reconfigure"):  # before torch 2.14
+            _ask_groups_of_ours()
 
 
-_compat.hide_from_compiler((ProcessGroup, Work, _calls.Kind, _calls.Calls, Completer, Job, Later, Pair))
+_compat.hide_from_compiler((ProcessGroup, Work, Observed, _calls.Kind, _calls.Calls, Completer, Job, Later, Pair))
 _register()

@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import functools
 import itertools
+import sys
 import threading
 import time
 import warnings
@@ -17,17 +18,18 @@ from typing import Any
 import torch
 import torch.distributed
 
-from farandole import _core
+from farandole import _core, _metrics
 from farandole.exceptions import HorovodInternalError, OperationTimeoutError
 from farandole.ops import ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, BLOCKS, BROADCAST, GROUP, IN_PLACE, REDUCESCATTER
 from farandole.torch import _calls
-from farandole.torch.distributed import _members, _tensors
+from farandole.torch.distributed import _hooks, _members, _tensors
 from farandole.torch.distributed._job import Job
+from farandole.torch.distributed._monitored import MonitoredBarrier
 from farandole.torch.distributed._pair import Pair
 from farandole.torch.distributed._tensors import Tensors
 from farandole.torch.distributed._work import Work
 
-NAME = "farandole"
+NAME = _hooks.NAME
 DEVICES = ("cpu", "cuda")
 _KINDS = ("allreduce", "broadcast", "allgather", "reduce_scatter", "all_to_all", "barrier")
 #: By torch's names; numbers of the C ABI.
@@ -44,6 +46,14 @@ _BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bi
 #: Untyped: from one torch to the next its methods have other names and arguments.
 dist: Any = torch.distributed
 _TorchGroup: Any = dist.ProcessGroup
+_TorchOptions: Any = torch._C._distributed_c10d.Backend.Options
+
+
+class Options(_TorchOptions):  # type: ignore[misc]  # see above
+    """What torch asks the backend of a group for."""
+
+    def __deepcopy__(self, _: Any) -> Options:  # split_group of torch < 2.15
+        return self
 
 
 class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
@@ -63,6 +73,8 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
     ) -> None:  # fmt: skip
         super().__init__(rank, size)
         self.fl_desc = "undefined"
+        self.fl_abort_hooks: dict[int, Callable[[], None]] = {}
+        self.fl_observed: _hooks.Observed | None = None
         self.fl_devices = [torch.device(device) for device in devices]
         self.fl_pairs_lock = threading.Lock()
         self.fl_store, self.fl_timeout_s = store, timeout_s
@@ -92,7 +104,10 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
         self.fl_job.name = name
 
     def _set_group_desc(self, desc: str) -> None:
+        """The last that torch tells a group before others may use it."""
         self.fl_desc = desc
+        if self.fl_observed is None and _hooks.are_asked():
+            self.fl_observe().attach_asked(self.fl_job.ranks)
 
     setGroupName, setGroupDesc = _set_group_name, _set_group_desc
 
@@ -107,16 +122,94 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """None before torch knows the group: torch 2.15 would attach its flight recorder, which asks the C++ base
-        for a name that only groups with registered backends have."""
-        return self.fl_devices if self in dist.distributed_c10d._world.pg_map else []
+        """None for torch's flight recorder, which asks the C++ base for a name that only groups with registered
+        backends have; see :mod:`_hooks`."""
+        is_recorder = sys._getframe(1).f_code.co_name == "_maybe_attach_flight_recorder"
+        return [] if is_recorder else self.fl_devices
 
-    #: ``split_group``, and groups that are made of one with a ``device_id``, ask for it.
-    supports_splitting = False
+    supports_splitting = True
+
+    def split_group(
+        self, new_ranks: Sequence[int], timeout: datetime.timedelta | None = None, opts: Any = None,
+        group_name: str | None = None, group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> ProcessGroup | None:  # fmt: skip
+        """A group of some of the ranks; all call it, and those that are not among them get None."""
+        job, number = self.fl_job, next(self.fl_splits)
+        if job.rank not in new_ranks:
+            return None
+        name = group_name or f"{job.name}:split:{number}"
+        store = dist.PrefixStore(f"split {number} {list(new_ranks)}", job.store)
+        timeout_s = self.fl_timeout_s if timeout is None else timeout.total_seconds()
+        group = ProcessGroup(
+            store, list(new_ranks).index(job.rank), len(new_ranks), [job.ranks[rank] for rank in new_ranks], timeout_s,
+            [device.type for device in device_types or self.fl_devices],
+        )  # fmt: skip
+        group._set_group_name(name)
+        group._set_group_desc("undefined" if group_desc is None else group_desc)
+        return group
+
+    def merge_remote_group(self, *_: Any, **__: Any) -> ProcessGroup:
+        raise NotImplementedError(f"{NAME}: merge_remote_group is not supported; reconfigure() adds members")
 
     def _get_backend(self, _device: Any) -> ProcessGroup:
-        """It serves all devices; asked for where ``init_process_group`` has a ``device_id``."""
+        """It serves all devices."""
         return self
+
+    get_backend = _get_backend
+
+    supports_coalescing = supports_shrinking = supports_time_estimate = _supports_time_estimate = False
+    supports_window = supports_completion_hooks = False
+
+    def supports_tensor_alloc(self, _device: Any) -> bool:
+        return False
+
+    def eager_connect_single_device(self, _device: Any) -> None:
+        """The ranks are connected."""
+
+    @property
+    def options(self) -> Options:
+        options = Options(NAME, datetime.timedelta(seconds=self.fl_timeout_s))
+        options.group_name, options.global_ranks_in_group = self.fl_job.name, self.fl_job.ranks
+        return options
+
+    def get_group_store(self) -> Any:
+        return self.fl_job.store
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many collectives this rank has called; messages do not count."""
+        return self.fl_sequence
+
+    def _set_sequence_number_for_group(self) -> None:
+        """It begins at 0 on all ranks."""
+
+    # Hooks.
+
+    supports_abort_hooks = True
+
+    def register_abort_hook(self, hook_id: int, hook: Callable[[], None]) -> None:
+        """Called once in whatever thread first raises the error by which the group has ended."""
+        self.fl_abort_hooks[hook_id] = hook
+
+    def unregister_abort_hook(self, hook_id: int) -> None:
+        self.fl_abort_hooks.pop(hook_id, None)
+
+    def register_pre_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
+        self.fl_observe().register("pre", hook_id, hook)
+
+    def unregister_pre_hook(self, hook_id: int) -> None:
+        self.fl_observe().unregister("pre", hook_id)
+
+    def register_post_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
+        self.fl_observe().register("post", hook_id, hook)
+
+    def unregister_post_hook(self, hook_id: int) -> None:
+        self.fl_observe().unregister("post", hook_id)
+
+    def fl_observe(self) -> _hooks.Observed:
+        if self.fl_observed is None:
+            self.fl_observed = _hooks.Observed(self)
+        return self.fl_observed
 
     def get_error(self) -> Any:
         """torch's word for the error with which the group has ended; success if ranks have left it, as they may."""
@@ -185,6 +278,7 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
         open.
         """
         _open_groups.discard(self)
+        _metrics.leave_group(self.fl_job.context)
         self.fl_close_pairs()
         self.fl_finish_leaving(0.0, is_end=True)
         try:
@@ -201,15 +295,18 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
     def abort(self) -> None:
         """Leaves the group at once: operations in flight end with an error on all its ranks."""
         _open_groups.discard(self)
+        _metrics.leave_group(self.fl_job.context)
         self.fl_job.announce_leaving()
         for pair in list(self.fl_pairs.values()):
             pair.abort()
-        self.fl_core.close_at_exit(0.0)
+        with contextlib.suppress(HorovodInternalError):  # with which it has ended
+            self.fl_core.close_at_exit(0.0)
         self.fl_finish_leaving(0.0, is_end=True)
         self.fl_job.completer.stop()
 
     def fl_close_at_exit(self) -> None:
         """As :meth:`shutdown`, for a script that ends without ``destroy_process_group``."""
+        _metrics.leave_group(self.fl_job.context)
         with contextlib.suppress(HorovodInternalError):  # the script has seen it, or waited for nothing more
             self.fl_close_pairs(at_exit=True)
         self.fl_finish_leaving(0.0, is_end=True)
@@ -225,7 +322,11 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
                 pair.close(at_exit)
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """Does nothing: a group's time-out is the one that it was made with."""
+        """Of what is called from now on, as ``dist.set_timeout``: all ranks set it."""
+        self.fl_job.set_timeout(timeout.total_seconds())
+        self.fl_timeout_s = timeout.total_seconds()
+        for pair in list(self.fl_pairs.values()):
+            pair.set_timeout(self.fl_job.timeout_s)
 
     # Collectives. `opts` are torch's; a missing one means the defaults.
 
@@ -304,6 +405,14 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
         what = f"gather to rank {opts.rootRank}{_tensors.count_in_name(inputs[0])}"
         return self.fl_exchange(opts, received or [nothing] * self.fl_size, sent, what, received)
 
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any, *_: Any) -> Work:
+        if self.rank() != opts.rootRank:
+            return self.gather([], [input], opts)
+        _tensors.check_numel("gather", output, self.fl_size * input.numel(), "the input's times the group's size")
+        return self.gather([output.view(self.fl_size, input.numel()).unbind()], [input], opts)
+
+    gather_into_tensor = gather_single
+
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any, *_: Any) -> Work:
         nothing = outputs[0].new_empty(0)
         is_root = self.rank() == opts.rootRank
@@ -317,6 +426,13 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
         if timeout <= datetime.timedelta(0):
             return self.fl_work(opts, BARRIER, (), [])
         return self.fl_work(None, BARRIER, (), [], timeout=timeout)
+
+    def monitored_barrier(
+        self, timeout: datetime.timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> None:  # fmt: skip
+        """A barrier whose errors name the ranks that rank 0 has not seen in time; the group goes on."""
+        limit_s = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
+        self.fl_monitored.wait(limit_s, wait_all_ranks)
 
     # Messages. Both ranks' calls end when the message has arrived.
 
@@ -350,10 +466,16 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
     def fl_use(self, job: Job) -> None:
         """Operations from now on are the job's."""
         self.fl_calls, self.fl_pairs = _calls.Calls(), dict[int, Pair]()
+        self.fl_sequence, self.fl_splits = 0, itertools.count()  # collectives so far; as of a member that is new
         self.fl_job, self.fl_core, self.fl_size = job, job.context.core, job.size
+        self.fl_monitored = MonitoredBarrier(job)
+        job.abort_hooks = self.fl_abort_hooks
         numbers = dist.distributed_c10d._world.pg_group_ranks  # by which torch finds `src` and `dst`
         if self in numbers:
             numbers[self] = {rank: number for number, rank in enumerate(job.ranks)}
+        if self.fl_observed is not None:
+            self.fl_observed.renew(self)
+            self.fl_observed.attach_asked(job.ranks)
 
     def fl_leave(self, rank: int, size: int) -> None:
         """Begins to leave the members so far, which ends what is in flight here, and there what waits for this rank.
@@ -442,7 +564,8 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
             gathered = _tensors.all_of(results)
             for tensor, indices, values in zip(tensors, gathered[::2], gathered[1::2], strict=True):
                 values = torch.view_as_complex(values) if tensor.is_complex() else values
-                tensor.copy_(torch.sparse_coo_tensor(indices.t(), values, tensor.shape).coalesce())
+                total = torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=True)
+                tensor.copy_(total.coalesce())
 
         label = f"allreduce (sparse, {', '.join(str(list(tensor.shape)) for tensor in tensors)})"
         return self.fl_work(opts, ALLGATHER, sent, list(tensors), add_up, label=label, is_ragged=True)
@@ -519,6 +642,7 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
         for tensor in tensors:
             _tensors.check_travels(tensor)
         calls = self.fl_kind(kind, tensors, op, factor, root, label, is_ragged)
+        self.fl_sequence += 1
         if getattr(opts, "asyncOp", True):
             handle = _calls.start(self.fl_core, calls.options, calls.name(), given, how, splits, into, rows)
             return Work(self.fl_job, [handle], outputs, finish, timeout=timeout)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import time
+import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from farandole import _core, _horovod, _store, basics
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import distributed_c10d
+
+from farandole import _core, _horovod, _metrics, _store, basics
 from farandole.exceptions import (
     AbortedError,
     GenerationEndedError,
@@ -41,12 +46,23 @@ class Job:
         self.name = ""  # of the group; torch tells it later
         self.rank, self.size = rank, size
         self.ranks = list(ranks) or list(range(size))
+        self._is_numbered_as_job = self.ranks == list(range(size))
         self.timeout_s = min(timeout_s, LONGEST_S)
         self.has_seen_failure = False  # one that ended the group
         self.completer = Completer()
         self.at_end: weakref.WeakSet[Any] = weakref.WeakSet()  # of works that a backward pass ends
-        self._store = store
-        self.context: Any = _NotJoined(not_joined) if not_joined else connect(store, rank, size, self.timeout_s)
+        self.store: Any = store if store is not None else HashStore()
+        self.abort_hooks: dict[int, Callable[[], None]] = {}  # to be called when the group ends by an error
+        self._has_aborted = False
+        self.context: Any = _NotJoined(not_joined) if not_joined else self._join(store)
+
+    def _join(self, store: Any) -> basics.Context:
+        _metrics.read_targets()
+        context = connect(store, self.rank, self.size, self.timeout_s)
+        world = distributed_c10d.GroupMember.WORLD
+        if self._is_numbered_as_job and (world is None or world.size() == self.size):
+            _metrics.follow_group(context)
+        return context
 
     def raise_if_lost(self) -> None:
         """Raises the error of a group that has lost a rank. Ranks that have left it do not concern the others here."""
@@ -57,12 +73,19 @@ class Job:
         except AbortedError:
             pass
 
+    def pass_ended(self, work: Any) -> None:
+        """One of ``at_end`` has ended; with the last one, a step of DDP. Its ranks are named as if 0 were the first."""
+        self.at_end.discard(work)
+        if not self.at_end and self._is_numbered_as_job:
+            with contextlib.suppress(HorovodInternalError):  # the pass's own error says more
+                self.context.core.end_step()
+
     def announce_leaving(self) -> None:
         """To ranks that wait for a first message; in a group of two there are none."""
         if self.size > 2:
             with contextlib.suppress(Exception):  # of a store that has gone with its rank
                 self.raise_if_lost()
-                self._store.set(_left(self.rank), "")
+                self.store.set(_left(self.rank), "")
 
     def has_left(self, rank: int, store: Any) -> bool:
         """Whether a rank, by its number in the group, has announced that; ``store``: :meth:`own_store`."""
@@ -70,7 +93,39 @@ class Job:
 
     def own_store(self) -> Any:
         """The group's store, by a connection of its own where the store has one: a wait blocks that for all threads."""
-        return self._store.clone() if callable(getattr(self._store, "clone", None)) else self._store
+        return self.store.clone() if callable(getattr(self.store, "clone", None)) else self.store
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Of what waits, and of what is started from now on; rank 0's counts."""
+        limit_s = min(timeout_s, LONGEST_S)
+        self.context.core.set_timeout(limit_s)
+        self.timeout_s = limit_s
+
+    def cause_of(self, error: Exception, what: str) -> Exception:
+        """Why ``what`` happened at torch's store, which goes with its rank: the group says a little later which one."""
+        until_s = time.monotonic() + 1.0
+        while not isinstance(error, HorovodInternalError):
+            try:
+                self.raise_if_lost()
+            except HorovodInternalError as loss:
+                error = loss
+            else:
+                if time.monotonic() > until_s:
+                    return with_ranks_of_job(HorovodInternalError(f"{what}: {error}"))
+                time.sleep(0.02)
+        return self.renumber(error)
+
+    def run_abort_hooks(self) -> None:
+        """Once, if the group has ended by an error."""
+        try:
+            self.raise_if_lost()
+        except HorovodInternalError:
+            is_first, self._has_aborted = not self._has_aborted, True
+            for number, hook in list(self.abort_hooks.items()) if is_first else []:
+                try:
+                    hook()
+                except Exception as error:
+                    warnings.warn(f"farandole: abort hook {number} failed: {error}", RuntimeWarning, stacklevel=2)
 
     def renumber(self, error: Exception, ranks: list[int] | None = None) -> Exception:
         """An error, once with ranks of torch's job instead of those of the group, or of the job of ``ranks``."""
@@ -83,6 +138,8 @@ class Job:
             error.args = (f"group {self.name} of ranks {ranks}, numbered from 0: {error}",)
         if not isinstance(error, MismatchError):
             self.has_seen_failure = True
+        if self.abort_hooks:
+            self.run_abort_hooks()
         if isinstance(error, OperationTimeoutError):  # named as the user has set it
             error.args = (str(error).replace(_SHUTDOWN_S, "the timeout of the group"),)
         return error
@@ -102,6 +159,9 @@ class _NotJoined:
 
     def close_at_exit(self, _limit_s: float) -> None:
         """As of a core."""
+
+    def set_timeout(self, _timeout_s: float) -> None:
+        """The next job has it from the group."""
 
     def __getattr__(self, _name: str) -> Any:
         raise HorovodInternalError(self._why)

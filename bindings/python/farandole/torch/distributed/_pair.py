@@ -94,10 +94,16 @@ class Pair:
         assert self._context is not None
         return _calls.start(self._context.core, options, name, tensor, IN_PLACE)
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """As of the group."""
+        with self._lock:
+            if self._context is not None:
+                self._context.core.set_timeout(timeout_s)
+
     def close(self, at_exit: bool = False) -> None:
         """Leaves the job once the other rank does."""
         self._is_closing = True
-        if self._thread is not None:
+        if self._thread not in (None, threading.current_thread()):  # of an abort hook
             self._thread.join(5.0)  # it may be stuck in torch's store
         if self._context is not None and self._context is not self._job.context:
             self._context.close(at_exit)
@@ -137,8 +143,9 @@ class Pair:
         try:
             context = self._rendezvous()
         except Exception as error:
-            with self._lock:
-                self._error = self._job.renumber(self._cause_of(error))
+            cause = self._job.cause_of(error, f"ranks {self.ranks} cannot meet at torch's store")
+            with self._lock:  # not for the user's abort hooks, which may leave the group
+                self._error = cause
                 for later, *_ in self._waiting:
                     later.started.set_exception(self._error)
                 self._waiting.clear()
@@ -147,6 +154,8 @@ class Pair:
             self._context = context
             if self._is_closing:
                 context.core.close_at_exit(0.0)
+            else:
+                context.core.set_timeout(self._job.timeout_s)  # which may have been set meanwhile
         while not self._is_ready:
             with self._lock:
                 self._is_ready = not self._waiting
@@ -189,20 +198,6 @@ class Pair:
             return connect(calls, number, 2, self._job.timeout_s, in_order=False)
         except HorovodInternalError as error:
             raise self._job.renumber(error, self.ranks) from None
-
-    def _cause_of(self, error: Exception) -> Exception:
-        """Why joining failed: a store goes with its rank, and the group says a little later which one that was."""
-        until_s = time.monotonic() + 1.0
-        while not isinstance(error, HorovodInternalError):
-            try:
-                self._job.raise_if_lost()
-            except HorovodInternalError as loss:
-                return loss
-            if time.monotonic() > until_s:
-                text = f"ranks {self.ranks} cannot meet at torch's store: {error}"
-                return with_ranks_of_job(HorovodInternalError(text))
-            time.sleep(0.02)
-        return error
 
     def _check_peer(self, store: Any) -> None:
         """Raises an error if the other rank will not come any more."""

@@ -113,10 +113,10 @@ class Work(_TorchWork):
         if not is_of_pass:
             for one in list(self.fl_job.at_end):  # DDP may wait for all in a pass inside another one
                 one.leave()
-        if devices or self.is_completed():
-            self.fl_end()
-        elif is_of_pass:
+        if is_of_pass and not devices:
             torch.autograd.Variable._execution_engine.queue_callback(_AtEnd(self))
+        elif devices or self.is_completed():
+            self.fl_end()
         else:
             self.fl_job.completer.add(self)
         return self.fl_future
@@ -193,11 +193,13 @@ class _AtEnd:
     def __call__(self) -> None:
         if self._work is not None:
             self._work.fl_end()
+            self._work.fl_job.pass_ended(self)
             self._work = None
 
     def leave(self) -> None:
         work, self._work = self._work, None
         if work is not None:
+            work.fl_job.at_end.discard(self)
             work.fl_job.completer.add(work)
 
     __del__ = leave
