@@ -145,6 +145,39 @@ def test_the_optimizer_reduces_in_step_as_horovods():
     assert lines == ["1.5 -1.5 1 True"] * 2
 
 
+def test_the_class_of_a_wrapped_optimizer_names_horovod():
+    """By which Lightning 1.9 knows it, and whose base it takes for the plain class; copies and pickles are plain."""
+    lines = job("""
+        import copy, pickle
+        import torch
+        import horovod.torch as hvd
+        hvd.init()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
+        kind = optimizer.__class__
+        print("horovod" in str(kind), kind.__name__, kind.__bases__[0] is torch.optim.SGD)
+        print(*(type(one) is torch.optim.SGD for one in (copy.copy(optimizer), pickle.loads(pickle.dumps(optimizer)))))
+    """)
+    assert lines == ["True SGD True"] * 2 + ["True True"] * 2
+
+
+def test_an_optimizer_of_ones_own_may_say_how_it_is_pickled():
+    lines = job("""
+        import copy, pickle
+        import torch
+        import horovod.torch as hvd
+
+        class Own(torch.optim.SGD):
+            def __reduce__(self):
+                return type(self), (self.param_groups[0]["params"], 0.5), {"extra": 7}
+
+        hvd.init()
+        optimizer = hvd.DistributedOptimizer(Own([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
+        for one in (copy.copy(optimizer), *(pickle.loads(pickle.dumps(optimizer, how)) for how in (0, 4))):
+            print(type(one) is Own, one.param_groups[0]["lr"], one.extra)
+    """)
+    assert lines == ["True 0.5 7"] * 6
+
+
 def test_every_gradient_is_there_from_the_wrap_on():
     """Also of parameters that no backward pass uses, or only that of one rank."""
     lines = job("""

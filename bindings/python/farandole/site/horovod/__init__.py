@@ -4,13 +4,15 @@ Its modules are made when they are imported: each has the public names of a modu
 this file, which has what Farandole has not. Some functions are changed:
 
 * ``DistributedOptimizer`` of torch reduces at the latest in ``step()``, and ``backward()`` does not wait. Every
-  parameter has a gradient from the start: zeros.
+  parameter has a gradient from the start: zeros. The optimizer gets a class in ``horovod.torch.optimizer``.
 * ``init``: once a rank has called ``join()``, collectives other than allreduce fail.
 * ``reducescatter`` and its other forms refuse ``op=Adasum`` by a RuntimeError.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copyreg
 import functools
 import importlib
 import importlib.abc
@@ -70,7 +72,7 @@ class _Modules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         names |= {name: globals()[name] for name in _EXTRA.get(module.__name__, ())}
         changes = _CHANGES | (_CHANGES_OF_TORCH if source.__name__.startswith("farandole.torch") else {})
         names |= {name: change(names[name]) for name, change in changes.items() if name in names}
-        if module.__name__ == "horovod.torch.optimizer":
+        if module.__name__ == _OPTIMIZER:
             module.__dict__["_DistributedOptimizer"] = source.Distributed  # for isinstance()
         module.__dict__.update(names, __all__=list(names), _basics=module, _check_has_gpu=gpu_available)
         module.__doc__ = f"{module.__name__} of Horovod, over Farandole."
@@ -98,9 +100,24 @@ def _as_horovods(wrap: Callable[..., Any]) -> Callable[..., Any]:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+        if type(optimizer).__module__ != _OPTIMIZER:
+            with contextlib.suppress(TypeError):  # of a class whose slots make another layout
+                optimizer.__class__ = _named_as_horovods(type(optimizer))
         return optimizer
 
     return changed
+
+
+def _named_as_horovods(kind: Any) -> Any:
+    """A class of the same name in Horovod's module, as Lightning 1.9 expects; copies and pickles stay ``kind``."""
+
+    def __reduce_ex__(self: object, protocol: Any) -> Any:
+        how = kind.__reduce_ex__(self, max(protocol, 2))
+        if how[0] is getattr(copyreg, "__newobj__", None):
+            return kind.__new__, (kind, *how[1][1:]), *how[2:]
+        return (kind, *how[1:]) if how[0] is type(self) else how  # a __reduce__ of its own
+
+    return type(kind.__name__, (kind,), {"__module__": _OPTIMIZER, "__reduce_ex__": __reduce_ex__})
 
 
 def _refusing_adasum_at_run_time(reduce: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,6 +134,7 @@ def _refusing_adasum_at_run_time(reduce: Callable[..., Any]) -> Callable[..., An
     return changed
 
 
+_OPTIMIZER = "horovod.torch.optimizer"
 #: Have their submodules as attributes.
 _WITH_SUBMODULES = ("horovod.torch", "horovod.keras", "horovod.tensorflow.keras")
 _CHANGES_OF_TORCH = {"DistributedOptimizer": _as_horovods}
