@@ -359,11 +359,10 @@ FlightRing::Word* FlightRecorder::Find(uint64_t number) {
 }
 
 void FlightRecorder::NoteStep(const StepTimes& times) {
-  const std::array<int64_t, 6> values = {
-      1, times.ns, times.blocked_ns, times.input_ns, times.queued_ns, times.collecting_ns};
-  for (size_t i = 0; i < values.size(); ++i) {
-    ring_.steps[i].fetch_add(static_cast<uint64_t>(values.at(i)), std::memory_order_relaxed);
-  }
+  FlightRing::Word* total = ring_.steps;
+  (total++)->fetch_add(1, std::memory_order_relaxed);
+  for (const auto time : kTimesOfStep)
+    (total++)->fetch_add(static_cast<uint64_t>(times.*time), std::memory_order_relaxed);
 }
 
 void FlightRecorder::NoteDecided(uint64_t number, int64_t now_ns) {

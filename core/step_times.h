@@ -1,6 +1,7 @@
 // How long steps of training took, and where the time went.
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 namespace farandole {
@@ -16,5 +17,10 @@ struct StepTimes {
   int64_t collecting_ns = 0;  ///< The garbage collector of its language ran.
   bool operator==(const StepTimes&) const = default;
 };
+
+/// Its times, in the order of their counters and of the flight recorder's memory.
+inline constexpr std::array kTimesOfStep = {&StepTimes::ns, &StepTimes::blocked_ns,
+                                            &StepTimes::input_ns, &StepTimes::queued_ns,
+                                            &StepTimes::collecting_ns};
 
 }  // namespace farandole

@@ -31,11 +31,9 @@ class CountEvents final : public EngineObserver {
 
   void OnStep(const StepTimes& times) override {
     counters_.AddShared(Counter::kSteps, 1);
-    counters_.AddShared(Counter::kStepNs, times.ns);
-    counters_.AddShared(Counter::kBlockedNs, times.blocked_ns);
-    counters_.AddShared(Counter::kInputNs, times.input_ns);
-    counters_.AddShared(Counter::kQueuedNs, times.queued_ns);
-    counters_.AddShared(Counter::kCollectingNs, times.collecting_ns);
+    auto counter = static_cast<size_t>(Counter::kStepNs);
+    for (const auto time : kTimesOfStep)
+      counters_.AddShared(static_cast<Counter>(counter++), times.*time);
   }
 
   void OnStallReported() override { counters_.Add(Counter::kStallReports); }

@@ -77,7 +77,7 @@ std::vector<std::string> Diagnosis::OnStalls(const std::vector<StallFacts>& stal
 
 std::optional<StepTimes> Diagnosis::TakeStep() { return steps_->Take(); }
 
-/// rank 3 (host b) makes all wait 8 ms of 61 ms in each step: its input takes 9 ms longer ...
+/// rank 3 (host b) makes all wait 8.00 ms of 61 in each step: its input takes 9.04 ms longer ...
 void Diagnosis::OnLate(const LateRank& late) {
   const auto rank = static_cast<size_t>(late.rank);
   const std::string host = rank < hosts_.size() ? " (host " + hosts_[rank] + ")" : "";

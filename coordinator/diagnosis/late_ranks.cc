@@ -97,8 +97,7 @@ LateSteps::Row& LateSteps::Find(int64_t step) {
 
 /// Of two ranks none is the middle one: LongerNs compares each with the other.
 void LateSteps::FindMedians(Row& row) {
-  for (const Field field : {&StepTimes::ns, &StepTimes::blocked_ns, &StepTimes::input_ns,
-                            &StepTimes::queued_ns, &StepTimes::collecting_ns}) {
+  for (const Field field : kTimesOfStep) {
     std::ranges::transform(row.times, sorted_.begin(), field);
     const auto middle = sorted_.begin() + static_cast<std::ptrdiff_t>(ranks_ / 2);
     std::ranges::nth_element(sorted_, middle);

@@ -81,17 +81,10 @@ std::optional<StepTimes> StepClock::End(int32_t rank, int joins, int64_t now_ns)
   if (std::exchange(joins_, joins) != joins) steps_ = 0;
   ++steps_;
   if (thread != thread_) return std::nullopt;
+  StepTimes step{rank, (int64_t{joins} << kJoinsBit) + steps_};
   // A child of fork may have read less: no time is negative.
-  const auto since = [](int64_t total_ns, int64_t before_ns) {
-    return std::max<int64_t>(total_ns - before_ns, 0);
-  };
-  return StepTimes{rank,
-                   (int64_t{joins} << kJoinsBit) + steps_,
-                   since(now.ns, before.ns),
-                   since(now.blocked_ns, before.blocked_ns),
-                   since(now.input_ns, before.input_ns),
-                   since(now.queued_ns, before.queued_ns),
-                   since(now.collecting_ns, before.collecting_ns)};
+  for (const auto time : kTimesOfStep) step.*time = std::max<int64_t>(now.*time - before.*time, 0);
+  return step;
 }
 
 }  // namespace farandole
