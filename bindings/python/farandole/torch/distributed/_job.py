@@ -73,6 +73,13 @@ class Job:
         except AbortedError:
             pass
 
+    def raise_loss(self) -> None:
+        """As :meth:`raise_if_lost`, with ranks of torch's job."""
+        try:
+            self.raise_if_lost()
+        except HorovodInternalError as loss:
+            raise self.renumber(loss) from None
+
     def pass_ended(self, work: Any) -> None:
         """One of ``at_end`` has ended; with the last one, a step of DDP. Its ranks are named as if 0 were the first."""
         self.at_end.discard(work)

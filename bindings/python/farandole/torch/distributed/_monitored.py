@@ -8,7 +8,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore
 
-from farandole.exceptions import HorovodInternalError, OperationTimeoutError
+from farandole.exceptions import OperationTimeoutError
 from farandole.torch.distributed._job import LONGEST_S, Job, with_ranks_of_job
 
 _ANSWER = "answer"
@@ -40,7 +40,7 @@ class MonitoredBarrier:
             OperationTimeoutError: Ranks did not come in time: ``failed_ranks``.
             HorovodInternalError: The group has lost a rank.
         """
-        self._raise_if_lost()
+        self._job.raise_loss()
         self._number += 1
         limit_s = self._job.timeout_s or LONGEST_S
         if self._job.size == 1:
@@ -105,13 +105,7 @@ class MonitoredBarrier:
         while self._numbers(key)[0] < self._number:
             if time.monotonic() >= until_s:
                 return False
-            self._raise_if_lost()
+            self._job.raise_loss()
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.05)
         return True
-
-    def _raise_if_lost(self) -> None:
-        try:
-            self._job.raise_if_lost()
-        except HorovodInternalError as error:
-            raise self._job.renumber(error) from None

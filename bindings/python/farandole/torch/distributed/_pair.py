@@ -42,10 +42,7 @@ class Later:
 
     def wait(self) -> Any:
         while not futures.wait([self.started], 1.0).done:  # the thread that joins may be stuck in torch's store
-            try:
-                self._job.raise_if_lost()
-            except HorovodInternalError as loss:
-                raise self._job.renumber(loss) from None
+            self._job.raise_loss()
         return self.started.result().wait()
 
 
