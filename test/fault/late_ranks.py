@@ -35,15 +35,17 @@ def compute(seconds):
 
 
 class Slow(torch.autograd.Function):
+    """A layer whose backward pass takes long: it makes the call ``pause(seconds)``."""
+
     @staticmethod
-    def forward(ctx, x, seconds):
-        ctx.seconds = seconds
+    def forward(ctx, x, pause, seconds):
+        ctx.pause, ctx.seconds = pause, seconds
         return x.clone()
 
     @staticmethod
     def backward(ctx, gradient):
-        compute(ctx.seconds)
-        return gradient, None
+        ctx.pause(ctx.seconds)
+        return gradient, None, None
 
 
 class Samples(torch.utils.data.IterableDataset):
@@ -103,7 +105,7 @@ def train(cause, share, steps):
                 gc.collect()
             optimizer.zero_grad()
             batch = next(batches).requires_grad_()
-            model(Slow.apply(batch, STEP_S + (late_s if cause == "backward" else 0))).sum().backward()
+            model(Slow.apply(batch, compute, STEP_S + (late_s if cause == "backward" else 0))).sum().backward()
             optimizer.step()
             said.seek(0)
             found = [line for line in said if "makes all wait" in line]

@@ -14,21 +14,11 @@ import farandole.torch.distributed  # noqa: F401  (its backend)
 import ranks
 from farandole import flight
 
+sys.path.append(str(ranks.REPOSITORY / "test" / "fault"))
+
+from late_ranks import Slow
+
 STEP_S, LATE_S, STEPS = 0.01, 0.02, 60
-
-
-class Slow(torch.autograd.Function):
-    """A layer whose backward pass takes long."""
-
-    @staticmethod
-    def forward(ctx, x, seconds):
-        ctx.seconds = seconds
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        time.sleep(ctx.seconds)
-        return gradient, None
 
 
 class Samples(torch.utils.data.Dataset):
@@ -59,7 +49,7 @@ def train(cause, trainer):
         optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
     for batch in torch.utils.data.DataLoader(Samples(late_s["input"])):
         optimizer.zero_grad()
-        model(Slow.apply(batch.requires_grad_(), STEP_S + late_s["computing"])).sum().backward()
+        model(Slow.apply(batch.requires_grad_(), time.sleep, STEP_S + late_s["computing"])).sum().backward()
         optimizer.step()
         if garbage:
             gc.collect()
