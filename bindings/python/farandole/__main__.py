@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 import farandole
-from farandole import chain, doctor, flight
+from farandole import chain, doctor, explain, ps
 from farandole.runner import cli
 
 _USAGE = """usage: farandole COMMAND ...
@@ -25,9 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == "doctor":
         return doctor.main(words)
     if command == "explain":
-        return flight.main_explain(words)
+        return explain.main(words)
     if command == "ps":
-        return flight.main_ps(words)
+        return ps.main(words)
     if command == "run":
         return cli.main(words)
     if command == "verify":

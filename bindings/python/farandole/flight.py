@@ -1,29 +1,21 @@
-"""``farandole explain`` and ``farandole ps``: what ranks did lately, by their flight recorders.
+"""What ranks did lately, by their flight recorders, which the library writes (core/flight_recorder.h).
 
-The library writes the recorders (core/flight_recorder.h). ``explain`` reads the files that ranks left in
-``FARANDOLE_FLIGHT_RECORDER_DIR``, and ``ps`` the memory of running ranks, through /proc.
+They are read from the files that ranks left in ``FARANDOLE_FLIGHT_RECORDER_DIR``, or from the memory of running ranks,
+through /proc.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import pathlib
 import socket
 import stat
 import struct
-import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from farandole import _torch_trace
-
-_MOST_LINES = 20
-_LEAST_SHARE, _LEAST_NS = 0.05, 1e6  # of a step, as coordinator/diagnosis/late_ranks.cc has it
-_LEAST_STEPS = 20
 # core/flight_recorder.h: a cache line each for a header and for the totals of steps, and events.
 _MAGIC = b"fflight2"
 _LINE = 64
@@ -109,18 +101,18 @@ class Flight(NamedTuple):
         return next(calls, None)
 
 
-def _clock(at_s: float) -> str:
+def clock(at_s: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(at_s)) + f".{int(at_s * 1000) % 1000:03}"
 
 
-def _ranks(ranks: Iterable[int]) -> str:
+def in_words(ranks: Iterable[int]) -> str:
     words = [str(rank) for rank in sorted(ranks)]
     if len(words) == 1:
         return f"rank {words[0]}"
     return "ranks " + ", ".join(words[:-1]) + f" and {words[-1]}"
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Without what would control a terminal, or change the order of what is read."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
@@ -199,94 +191,6 @@ def read_folder(folder: pathlib.Path, warn: Callable[[str], object] = lambda _: 
     return sorted({flight.rank: flight for flight in alike}.values())
 
 
-def _error(flights: Sequence[Flight]) -> Iterator[str]:
-    failed = [flight for flight in flights if flight.error]
-    if not failed:
-        reasons = Counter(flight.reason for flight in flights)
-        yield f"No rank has ended by an error; the files were written for: {', '.join(reasons)}."
-        return
-    # The cause, where some ranks know no more than that another one failed.
-    told = Counter((len(flight.error["ranks"]) > 0, flight.error["message"]) for flight in failed if flight.error)
-    (_, message), _ = max(told.items(), key=lambda item: (item[0][0], item[1]))
-    error = next(flight.error for flight in failed if flight.error and flight.error["message"] == message)
-    yield f"The job ended by this error: {message}"
-    of_rank = {flight.rank: flight for flight in flights}
-    for rank in error["ranks"]:
-        flight = of_rank.get(rank)
-        last = flight and flight.last()
-        if flight and last:
-            call = f" (call {last.call})" if last.call else ""
-            state = "had not ended" if last in flight.pending() else "had ended"
-            yield (f"The last that rank {rank} (pid {flight.pid} on host {flight.host}) submitted was {last}{call}, "
-                   f"at {_clock(last.at_s)}; it {state}.")  # fmt: skip
-
-
-def _waits(flights: Sequence[Flight]) -> Iterator[str]:
-    """Who waits for whom, for what, since when. Who has no file, or an older one, may well have submitted it."""
-    everybody = set(range(flights[0].size))
-    waiting: dict[tuple[int, str, str], dict[int, Event]] = {}
-    for flight in flights:
-        for event in flight.pending():
-            waiting.setdefault(event.operation, {})[flight.rank] = event
-    for (number, *_), events in sorted(waiting.items(), key=lambda item: min(e.at_s for e in item[1].values())):
-        members = everybody
-        if number:
-            members = {flight.rank for flight in flights if any(event.set == number for event in flight.events)}
-        first = min(events.values(), key=lambda event: event.at_s)
-        known = {flight.rank for flight in flights if not flight.written_s or flight.written_s > first.at_s}
-        missing, unknown = (members & known) - events.keys(), members - known - events.keys()
-        has = "has" if len(events) == 1 else "have"
-        which = f"for {_ranks(missing)} " if missing else ""
-        if not missing and not unknown:
-            which = "for its end, though all have submitted it, "
-        call = f" (call {first.call})" if first.call else ""
-        unsure = f"; no file says whether {_ranks(unknown)} submitted it" if unknown else ""
-        yield f"{_ranks(events).capitalize()} {has} waited {which}in {first}{call} since {_clock(first.at_s)}{unsure}."
-
-
-def _parting(flights: Sequence[Flight]) -> Iterator[str]:
-    """Where two ranks submit what the other one never does: the first such call."""
-    calls = {flight.rank: [event for event in flight.events if event.step == "submitted" and event.call]
-             for flight in flights}  # fmt: skip
-    calls = {rank: events for rank, events in calls.items() if events}
-    if len(calls) < 2:
-        return
-    begin = max(events[0].call for events in calls.values())
-    known = {rank: [event for event in events if event.call >= begin] for rank, events in calls.items()}
-    first, *others = known
-    for other in others:
-        mine, theirs = _unmatched(known[first], known[other]), _unmatched(known[other], known[first])
-        if mine and theirs:
-            call = min(mine.call, theirs.call)
-            yield (f"The order of operations first differs at call {call}: rank {first} submitted {mine} and rank "
-                   f"{other} {theirs}, and neither the other's.")  # fmt: skip
-            return
-
-
-def _unmatched(calls: Sequence[Event], others: Sequence[Event]) -> Event | None:
-    left = Counter(event.operation for event in others)
-    for event in calls:
-        left[event.operation] -= 1
-        if left[event.operation] < 0:
-            return event
-    return None
-
-
-def explain(flights: Sequence[Flight]) -> str:
-    """Who failed and why, who waits for whom, where the ranks part, and whose file is missing."""
-    waits = list(_waits(flights))
-    lines = [*_error(flights), *waits[:_MOST_LINES]]
-    if len(waits) > _MOST_LINES:
-        lines.append(f"{len(waits) - _MOST_LINES} more operations wait.")
-    if waits:
-        lines += _parting(flights)
-    elif all(flight.error is None for flight in flights):
-        lines.append("No rank waits for another one.")
-    if missing := set(range(flights[0].size)) - {flight.rank for flight in flights}:
-        lines.append(f"There is no file of {_ranks(missing)}.")
-    return "\n".join(map(_printable, lines))
-
-
 def _of_ring(ring: bytes) -> Flight | None:
     """The recorder in this memory, if there is one. A half written event is left out."""
     if len(ring) < _RING or not ring.startswith(_MAGIC):
@@ -338,89 +242,3 @@ def running() -> list[list[Flight]]:
         except OSError:  # it has ended meanwhile, or is another user's
             continue
     return [sorted(flights) for flights in found.values() if flights]
-
-
-def _state(flight: Flight, now_s: float) -> str:
-    """What the rank's process does, or what it waits in."""
-    try:
-        letter = pathlib.Path(f"/proc/{flight.pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        letter = "Z"
-    if letter in "ZX":
-        return "ended"
-    if letter in "Tt":
-        return "stopped"
-    if any(event.step == "failed" for event in flight.events):
-        return "failed"
-    if waiting := flight.pending():
-        return f"waits in {waiting[0]} for {max(now_s - waiting[0].at_s, 0):.1f} s"
-    return "running"
-
-
-def _late(flights: Sequence[Flight]) -> Iterator[str]:
-    """Who has made the others wait, over all steps: who comes last is blocked for the least time. The counts of ranks
-    that are read one after another, or that have joined, differ."""
-    counts = [flight.steps.steps for flight in flights]
-    if min(counts) < _LEAST_STEPS or max(counts) > 1.1 * min(counts):
-        return
-    blocked = [flight.steps.blocked_ns / flight.steps.steps for flight in flights]
-    for number, flight in enumerate(flights):
-        others = sorted(blocked[:number] + blocked[number + 1 :])
-        late_ns, step_ns = others[len(others) // 2] - blocked[number] if others else 0, flight.steps.ns / counts[number]
-        if late_ns > max(_LEAST_SHARE * step_ns, _LEAST_NS):
-            each = f"{late_ns / 1e6:.3g} ms of {step_ns / 1e6:.3g}"
-            yield f"Rank {flight.rank} has made the others wait {each} in each of {counts[number]} steps."
-
-
-def list_jobs() -> Iterator[str]:
-    """The lines of ``farandole ps``."""
-    now_s = time.time()
-    for flights in running():
-        rows = [("rank", "pid", "last submitted", "state")]
-        for flight in flights:
-            last = flight.last()
-            what = f"{last}, {max(now_s - last.at_s, 0):.1f} s ago" if last else "nothing"
-            rows.append((str(flight.rank), str(flight.pid), _printable(what), _printable(_state(flight, now_s))))
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        yield f"{len(flights)} of {flights[0].size} ranks of a job, on {flights[0].host}:"
-        for row in rows:
-            yield "  " + "  ".join(word.ljust(width) for word, width in zip(row, widths)).rstrip()
-        if len(flights) == flights[0].size:
-            yield from (f"  {_printable(line)}" for line in (*_waits(flights), *_late(flights)))
-
-
-def main_explain(argv: Sequence[str]) -> int:
-    """``farandole explain``. Returns the exit code: 1 if there is nothing to explain, or it cannot be read."""
-    parser = argparse.ArgumentParser(
-        prog="farandole explain",
-        description="Says from the files in a folder who failed, who waits for whom, and where the ranks part.",
-    )
-    parser.add_argument("folder", type=pathlib.Path, help="FARANDOLE_FLIGHT_RECORDER_DIR of the job, of all its hosts")
-    parser.add_argument(
-        "--torch", metavar="OUT", type=pathlib.Path,
-        help="also write files into OUT for python -m torch.distributed.flight_recorder.fr_trace OUT",
-    )  # fmt: skip
-
-    def warn(text: object) -> None:
-        print(f"farandole explain: {_printable(str(text))}", file=sys.stderr)
-
-    arguments = parser.parse_args(argv)
-    try:
-        flights = read_folder(arguments.folder, warn)
-        print(explain(flights))
-        if arguments.torch:
-            _torch_trace.write(flights, arguments.torch)
-    except (UnreadableError, OSError) as error:
-        warn(error)
-        return 1
-    return 0
-
-
-def main_ps(argv: Sequence[str]) -> int:
-    """``farandole ps``. Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="farandole ps", description="Lists the running ranks of this user and host, and what they do."
-    )
-    parser.parse_args(argv)
-    print("\n".join(list_jobs()) or "no ranks of this user run on this host")
-    return 0

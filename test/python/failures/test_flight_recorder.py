@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import farandole as fl
-from farandole import flight
+from farandole import flight, ps
 from farandole.__main__ import main
 from ranks import PYTHON_PATH, free_port, run_threads
 
@@ -304,7 +304,7 @@ def test_ps_reads_no_more_ranks_than_the_memory_holds():
     try:
         os.write(memory, ring)
         (mine,) = [job for job in flight.running() if job[0].size == 2**32 - 1]
-        (line,) = [line for line in flight.list_jobs() if f" {os.getpid()} " in line]
+        (line,) = [line for line in ps.list_jobs() if f" {os.getpid()} " in line]
     finally:
         os.close(memory)
     assert len(mine) == 1 and 'allreduce "a\\x1bb"' in line

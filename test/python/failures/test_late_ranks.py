@@ -12,7 +12,7 @@ import torch
 import farandole.torch as hvd
 import farandole.torch.distributed  # noqa: F401  (its backend)
 import ranks
-from farandole import flight
+from farandole import flight, ps
 
 sys.path.append(str(ranks.REPOSITORY / "test" / "fault"))
 
@@ -56,7 +56,7 @@ def train(cause, trainer):
     if rank == 0:
         (flights,) = (one for one in flight.running() if len(one) == size and one[0].pid == os.getpid())
         assert flights[0].steps.steps == STEPS - 1
-        print("\n".join(flight._late(flights)))
+        print("\n".join(ps._late(flights)))
 
 
 def said_of(cause, size=2, trainer="optimizer"):
