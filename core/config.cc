@@ -6,6 +6,7 @@
 #include <array>
 #include <charconv>
 #include <cmath>
+#include <optional>
 #include <string_view>
 #include <utility>
 #include <variant>
@@ -33,7 +34,7 @@ size_t EditDistance(std::string_view a, std::string_view b) {
 namespace {
 
 using Field = std::variant<int64_t Config::*, double Config::*, bool Config::*, LogLevel Config::*,
-                           NanCheck Config::*, std::string Config::*>;
+                           NanCheck Config::*, PortRange Config::*, std::string Config::*>;
 
 /// One row of the table below: all that is known about a setting.
 struct Setting {
@@ -49,36 +50,38 @@ struct Setting {
 
 constexpr double kMaxBytes = 1099511627776;  // 1 TiB
 
-// In the order in which they are documented. Defaults are not repeated here: they are those of
-// Config, from which HelpText takes them.
+// In the order in which they are documented, by the groups of docs/settings.md. Defaults are not
+// repeated here: they are those of Config, from which HelpText takes them.
 const std::array kSettings = {
+    // Memory and speed
     Setting{"FARANDOLE_FUSION_THRESHOLD", &Config::fusion_threshold_bytes, "bytes", 0, kMaxBytes,
             true, "Tensors are fused into batches of at most this size; 0: each tensor by itself."},
     Setting{"FARANDOLE_GROUP_BYTES", &Config::group_bytes, "bytes", 0, kMaxBytes, true,
             "Gradients are announced in groups of about this size."},
+    Setting{"FARANDOLE_AUTOTUNE", &Config::autotune, "", 0, 0, false,
+            "Whether other sizes of groups are tried in the first steps of the first optimizer, "
+            "and the best is kept if it is clearly better than FARANDOLE_GROUP_BYTES; what rank 0 "
+            "is given counts."},
+    Setting{"FARANDOLE_AUTOTUNE_LOG", &Config::autotune_log, "path", 0, 0, false,
+            "File into which rank 0 then writes the setting that was found, and as comments what "
+            "was measured; empty: none."},
     Setting{"FARANDOLE_ID_TABLE_SIZE", &Config::id_table_size, "entries", 0, 1'048'576, true,
             "Tensors whose readiness travels as a number; further tensors work, but slower."},
     Setting{"FARANDOLE_WINDOW", &Config::window, "batches", 1, 64, true,
             "Batches of a process set in flight at a time; further tensors wait and are fused."},
+    Setting{"FARANDOLE_SHARED_MEMORY", &Config::shared_memory, "", 0, 0, true,
+            "Whether ranks of one host use shared memory: for messages, and for the data of "
+            "process sets whose ranks are all on that host; 0: the network."},
+    Setting{"FARANDOLE_HIERARCHICAL_ALLREDUCE", &Config::hierarchical_allreduce, "", 0, 0, true,
+            "Whether process sets on several hosts reduce and broadcast through shared memory "
+            "within each host and over the network only between hosts; 0: over the network "
+            "alone."},
+    // Failures and members
     Setting{"FARANDOLE_LIVENESS_TIMEOUT_S", &Config::liveness_timeout_s, "seconds", 0,
             kMostSettingSeconds, false,
             "A rank that has been stopped this long, or that other hosts cannot reach, is lost, "
             "as if it had died. Ranks that all stop together are not lost, nor is one that a "
             "debugger stops, if its own host watches it; 0: never."},
-    Setting{"FARANDOLE_STALL_WARNING_S", &Config::stall_warning_s, "seconds", 0,
-            kMostSettingSeconds, false,
-            "A tensor that has waited this long for a rank is reported; 0: never."},
-    Setting{"FARANDOLE_STALL_SHUTDOWN_S", &Config::stall_shutdown_s, "seconds", 0,
-            kMostSettingSeconds, false,
-            "A tensor that has waited this long for a rank ends the job by an error on all ranks; "
-            "0: never.",
-            "FARANDOLE_STALL_SHUTDOWN_TIME_SECONDS"},
-    Setting{"FARANDOLE_STALL_CHECK_DISABLE", &Config::stall_check_disable, "", 0, 0, false,
-            "Whether stalls are neither reported nor end the job, whatever their time limits."},
-    Setting{"FARANDOLE_DIVERGENCE_CHECK", &Config::divergence_check, "", 0, 0, true,
-            "Whether the job ends at once, by an error on all ranks, when ranks wait for "
-            "different operations and none can go on; 0: only stalls are reported, for programs "
-            "in which a thread makes its first call over a second after all others wait."},
     Setting{"FARANDOLE_PLANE_TIMEOUT_S", &Config::plane_timeout_s, "seconds", 0.001,
             kMostSettingSeconds, false,
             "A started operation fails after this long without progress; time during which the "
@@ -90,28 +93,64 @@ const std::array kSettings = {
             "How long one library call may take while the rank leaves or joins. A rank that ends "
             "with an exit code other than 0 waits this long for the others, but at most 2 s; one "
             "that ends with 0 waits as long as they live."},
-    Setting{"FARANDOLE_SHARED_MEMORY", &Config::shared_memory, "", 0, 0, true,
-            "Whether ranks of one host use shared memory: for messages, and for the data of "
-            "process sets whose ranks are all on that host; 0: the network."},
-    Setting{"FARANDOLE_HIERARCHICAL_ALLREDUCE", &Config::hierarchical_allreduce, "", 0, 0, true,
-            "Whether process sets on several hosts reduce and broadcast through shared memory "
-            "within each host and over the network only between hosts; 0: over the network "
-            "alone."},
+    Setting{"FARANDOLE_STALL_SHUTDOWN_S", &Config::stall_shutdown_s, "seconds", 0,
+            kMostSettingSeconds, false,
+            "A tensor that has waited this long for a rank ends the job by an error on all ranks; "
+            "0: never.",
+            "FARANDOLE_STALL_SHUTDOWN_TIME_SECONDS"},
+    Setting{"FARANDOLE_DIVERGENCE_CHECK", &Config::divergence_check, "", 0, 0, true,
+            "Whether the job ends at once, by an error on all ranks, when ranks wait for "
+            "different operations and none can go on; 0: only stalls are reported, for programs "
+            "in which a thread makes its first call over a second after all others wait."},
     Setting{"FARANDOLE_ELASTIC", &Config::is_elastic, "", 0, 0, true,
             "Whether the job can go on with other ranks, by farandole_reinit, after some are lost "
             "or have left, and when some are added; over TCP."},
     Setting{"FARANDOLE_MEMBERS", &Config::members, "addresses", 0, 0, false,
             "Where ranks of a running elastic job listen for others, host:port, separated by "
             "commas: init asks them to be let in; empty: this process begins the job."},
-    Setting{"FARANDOLE_JOIN_ALLREDUCE_ONLY", &Config::join_allreduce_only, "", 0, 0, true,
-            "Whether only allreduces work while some ranks have joined, and other collectives "
-            "fail, as in Horovod and in farandole.compat."},
     Setting{"FARANDOLE_SLOTS", &Config::slots, "slots", 0, kMostSlots, true,
             "Parts of each step's work, at least as many as ranks. Sums of floats "
             "over all ranks, on the CPU, then have the same bits for any number of ranks if each "
             "contributes the sum of its slots, and averages are these divided by the number of "
             "ranks; 0: they are added up in the order of ranks. What "
             "init is given wins; jobs that torch.distributed makes have none."},
+    Setting{"FARANDOLE_JOIN_ALLREDUCE_ONLY", &Config::join_allreduce_only, "", 0, 0, true,
+            "Whether only allreduces work while some ranks have joined, and other collectives "
+            "fail, as in Horovod and in farandole.compat."},
+    // Network
+    Setting{"FARANDOLE_NETWORK", &Config::network, "name", 0, 0, false,
+            "The network between ranks: mpi, tcp, or auto, which is MPI where an MPI launcher "
+            "started them."},
+    Setting{"FARANDOLE_INTERFACE", &Config::interfaces, "names", 0, 0, false,
+            "Network interfaces that TCP uses, by name or as networks such as 10.1.0.0/16, "
+            "separated by commas; empty: all, or loopback if rank 0's address is loopback."},
+    Setting{"FARANDOLE_PORTS", &Config::ports, "ports", 0, 0, false,
+            "Ports at which the job listens, FIRST-LAST, such as 50000-50100, but for one that "
+            "is given, as MASTER_PORT is; empty: the system chooses."},
+    Setting{"FARANDOLE_TCP_STREAMS", &Config::tcp_streams, "sockets", 1, 64, true,
+            "TCP connections between two ranks for each data plane."},
+    // GPU
+    Setting{
+        "FARANDOLE_CUDA_FUSION_THRESHOLD", &Config::cuda_fusion_threshold_bytes, "bytes", 0,
+        kMaxBytes, true,
+        "FARANDOLE_FUSION_THRESHOLD for tensors on a GPU, where copies overlap with computation."},
+    Setting{"FARANDOLE_CUDA_TIMEOUT_S", &Config::cuda_timeout_s, "seconds", 0.001,
+            kMostSettingSeconds, false,
+            "FARANDOLE_PLANE_TIMEOUT_S for work on a GPU. It includes earlier work of other "
+            "ranks' GPUs, but not of this rank's own GPU."},
+    Setting{"FARANDOLE_SHARE_GPU", &Config::share_gpu, "", 0, 0, true,
+            "Whether ranks that share a GPU use NCCL (2.30 or newer) instead of host memory."},
+    Setting{"FARANDOLE_NCCL_REGISTER", &Config::nccl_register, "", 0, 0, true,
+            "Whether tensors on a GPU are fused in memory that NCCL allocates and registers; not "
+            "where ranks share a GPU."},
+    // Diagnosis
+    Setting{"FARANDOLE_LOG_LEVEL", &Config::log_level, "", 0, 0, false,
+            "Least severe message written to stderr."},
+    Setting{"FARANDOLE_STALL_WARNING_S", &Config::stall_warning_s, "seconds", 0,
+            kMostSettingSeconds, false,
+            "A tensor that has waited this long for a rank is reported; 0: never."},
+    Setting{"FARANDOLE_STALL_CHECK_DISABLE", &Config::stall_check_disable, "", 0, 0, false,
+            "Whether stalls are neither reported nor end the job, whatever their time limits."},
     Setting{"FARANDOLE_NAN_CHECK", &Config::nan_check, "", 0, 0, false,
             "Whether inputs of allreduces and reducescatters in host memory are searched for nan "
             "and infinity. raise: the operation fails on all ranks, by an error that names the "
@@ -126,29 +165,6 @@ const std::array kSettings = {
             "Folder where rank 0 writes these hashes, for `farandole verify`: chain.jsonl, of "
             "further optimizers chain.1.jsonl and so on, of those of process set 2 "
             "chain.set2.0.jsonl; empty: no files."},
-    Setting{"FARANDOLE_LOG_LEVEL", &Config::log_level, "", 0, 0, false,
-            "Least severe message written to stderr."},
-    Setting{
-        "FARANDOLE_ALLOW_PICKLE", &Config::allow_pickle, "", 0, 0, true,
-        "Whether Python objects may travel as pickles, which can run code; 0: plain values only."},
-    Setting{
-        "FARANDOLE_CUDA_FUSION_THRESHOLD", &Config::cuda_fusion_threshold_bytes, "bytes", 0,
-        kMaxBytes, true,
-        "FARANDOLE_FUSION_THRESHOLD for tensors on a GPU, where copies overlap with computation."},
-    Setting{"FARANDOLE_CUDA_TIMEOUT_S", &Config::cuda_timeout_s, "seconds", 0.001,
-            kMostSettingSeconds, false,
-            "FARANDOLE_PLANE_TIMEOUT_S for work on a GPU. It includes earlier work of other "
-            "ranks' GPUs, but not of this rank's own GPU."},
-    Setting{"FARANDOLE_CUDA_PLUGIN", &Config::cuda_plugin, "path", 0, 0, false,
-            "The CUDA plug-in; empty: libfarandole_cuda.so beside libfarandole.so."},
-    Setting{"FARANDOLE_NCCL", &Config::nccl_library, "path", 0, 0, false,
-            "The libnccl.so.2 to use; empty: the one already loaded, PyPI's, the toolkit's, the "
-            "loader's."},
-    Setting{"FARANDOLE_SHARE_GPU", &Config::share_gpu, "", 0, 0, true,
-            "Whether ranks that share a GPU use NCCL (2.30 or newer) instead of host memory."},
-    Setting{"FARANDOLE_NCCL_REGISTER", &Config::nccl_register, "", 0, 0, true,
-            "Whether tensors on a GPU are fused in memory that NCCL allocates and registers; not "
-            "where ranks share a GPU."},
     Setting{"FARANDOLE_TIMELINE", &Config::timeline, "path", 0, 0, false,
             "File for the timeline that chrome://tracing shows; with {rank} in its name every "
             "rank writes one, else only rank 0. Empty or DYNAMIC: none until one is started."},
@@ -156,32 +172,40 @@ const std::array kSettings = {
             "Whether rank 0's decisions are marked in the timeline."},
     Setting{"FARANDOLE_FLIGHT_RECORDER_DIR", &Config::flight_recorder_dir, "path", 0, 0, false,
             "Folder into which a rank writes its last operations, for `farandole explain`: at an "
-            "error that ends the job, at a stall and on SIGUSR1; empty: no files."},
+            "error that ends the job, at a stall and on SIGUSR1. Not set: under farandolerun, "
+            "torchrun, mpirun and srun one of the job's own in $XDG_STATE_HOME/farandole or "
+            "~/.local/state/farandole; none: no files; empty: FARANDOLE_RECORD's folder, if set."},
     Setting{"FARANDOLE_METRICS", &Config::metrics, "targets", 0, 0, false,
             "Where the Python package exports a rank's metrics, separated by commas: "
             "file:PATH.prom, for node_exporter; port:NUMBER or port:ADDRESS:NUMBER, for "
             "Prometheus, plus the local rank; otlp, for OpenTelemetry; label:NAME=VALUE gives all "
             "a label; empty: nowhere."},
-    Setting{"FARANDOLE_NETWORK", &Config::network, "name", 0, 0, false,
-            "The network between ranks: mpi, tcp, or auto, which is MPI where an MPI launcher "
-            "started them."},
-    Setting{"FARANDOLE_INTERFACE", &Config::interfaces, "names", 0, 0, false,
-            "Network interfaces that TCP uses, by name or as networks such as 10.1.0.0/16, "
-            "separated by commas; empty: all, or loopback if rank 0's address is loopback."},
-    Setting{"FARANDOLE_TCP_STREAMS", &Config::tcp_streams, "sockets", 1, 64, true,
-            "TCP connections between two ranks for each data plane."},
+    Setting{"FARANDOLE_RECORD", &Config::record, "path", 0, 0, false,
+            "Folder, made if it is missing, in which the Python package records the run of each "
+            "rank for `farandole report`, in 1 MiB at most, and in which the flight recorder "
+            "leaves its files if it has no folder of its own; empty: no record."},
+    // For an administrator
+    Setting{
+        "FARANDOLE_ALLOW_PICKLE", &Config::allow_pickle, "", 0, 0, true,
+        "Whether Python objects may travel as pickles, which can run code; 0: plain values only."},
     Setting{"FARANDOLE_MPI_PLUGIN", &Config::mpi_plugin, "path", 0, 0, false,
             "The MPI plug-in; empty: libfarandole_mpi.so beside libfarandole.so."},
     Setting{"FARANDOLE_MPI_LIBRARY", &Config::mpi_library, "path", 0, 0, false,
             "The libmpi to open before the plug-in; empty: the launcher's, else the loader's."},
+    Setting{"FARANDOLE_CUDA_PLUGIN", &Config::cuda_plugin, "path", 0, 0, false,
+            "The CUDA plug-in; empty: libfarandole_cuda.so beside libfarandole.so."},
+    Setting{"FARANDOLE_NCCL", &Config::nccl_library, "path", 0, 0, false,
+            "The libnccl.so.2 to use; empty: the one already loaded, PyPI's, the toolkit's, the "
+            "loader's."},
 };
 
 // Names that other parts of the project read: the launchers, the scripts, the Python package.
-constexpr std::array<std::string_view, 13> kNamesOfOthers = {
-    "FARANDOLE_RANK",    "FARANDOLE_SIZE",      "FARANDOLE_LOCAL_RANK", "FARANDOLE_LOCAL_SIZE",
-    "FARANDOLE_VENV",    "FARANDOLE_BUILD_DIR", "FARANDOLE_PYTHON",     "FARANDOLE_RANK_PROCESS",
-    "FARANDOLE_ADDRESS", "FARANDOLE_LISTEN_FD", "FARANDOLE_KEY_FD",     "FARANDOLE_KEY_FILE",
-    "FARANDOLE_AGENT",
+constexpr std::array<std::string_view, 14> kNamesOfOthers = {
+    "FARANDOLE_RANK",       "FARANDOLE_SIZE",           "FARANDOLE_LOCAL_RANK",
+    "FARANDOLE_LOCAL_SIZE", "FARANDOLE_VENV",           "FARANDOLE_BUILD_DIR",
+    "FARANDOLE_PYTHON",     "FARANDOLE_RANK_PROCESS",   "FARANDOLE_ADDRESS",
+    "FARANDOLE_LISTEN_FD",  "FARANDOLE_KEY_FD",         "FARANDOLE_KEY_FILE",
+    "FARANDOLE_AGENT",      "FARANDOLE_FULL_TRACEBACK",
 };
 constexpr std::string_view kPrefix = "FARANDOLE_";
 // Names with this prefix are never refused: each test reads its own, and no list has them.
@@ -285,6 +309,12 @@ class Assign {
     config_.*field = static_cast<NanCheck>(word - kNanChecks.begin());
     return {};
   }
+  Status operator()(PortRange Config::*field) const {
+    const std::optional<PortRange> ports = ParsePortRange(text_);
+    if (!ports) return Junk(name_, text_, "FIRST-LAST, ports from 1 to 65535, as 50000-50100");
+    config_.*field = *ports;
+    return {};
+  }
   Status operator()(std::string Config::*field) const {
     config_.*field = text_;
     return {};
@@ -308,6 +338,7 @@ std::string ValueText(const Setting& setting, const Config& config) {
     std::string operator()(NanCheck Config::*field) const {
       return kNanChecks[static_cast<size_t>(config.*field)];
     }
+    std::string operator()(PortRange Config::*field) const { return Format(config.*field); }
     std::string operator()(std::string Config::*field) const { return config.*field; }
   };
   return std::visit(Show{config}, setting.field);
@@ -400,7 +431,8 @@ std::vector<SettingText> Describe(const Config& config) {
   std::vector<SettingText> texts;
   texts.reserve(kSettings.size());
   for (const Setting& setting : kSettings) {
-    texts.push_back({setting.name, ValueText(setting, config), HelpText(setting), setting.agreed});
+    texts.push_back({setting.name, ValueText(setting, config), HelpText(setting), setting.agreed,
+                     ValueText(setting, Config{})});
   }
   return texts;
 }

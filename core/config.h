@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/log.h"
+#include "core/net/address.h"
 #include "core/status.h"
 
 namespace farandole {
@@ -32,6 +33,8 @@ enum class NanCheck : uint8_t { kOff, kWarn, kRaise };
 struct Config {
   int64_t fusion_threshold_bytes = int64_t{128} << 20;  ///< 0: every tensor is its own batch.
   int64_t group_bytes = int64_t{4} << 20;  ///< Gradients travel in groups of about this size.
+  bool autotune = false;                   ///< Other sizes are tried while the job trains.
+  std::string autotune_log;                ///< Where rank 0 writes what was found; empty: nowhere.
   int64_t id_table_size = 65'536;          ///< Keys with a one-bit vote; beyond, slower.
   int64_t window = 2;           ///< Unfinished batches per (set, device kind) before rank 0 waits.
   double stall_warning_s = 10;  ///< Age of an incomplete key before it is reported; 0: never.
@@ -55,13 +58,15 @@ struct Config {
   bool allow_pickle = true;     ///< 0: the Python package neither sends nor reads pickles.
   std::string timeline;         ///< Path of the file to write from the start; see core/timeline.h.
   bool timeline_marks = false;  ///< Marks decisions in it.
-  std::string flight_recorder_dir;  ///< Where files of it are written; empty: nowhere.
+  std::string flight_recorder_dir;  ///< Where it writes files; empty: in `record`; "none": nowhere.
   std::string metrics;              ///< Where the Python package exports metrics; empty: nowhere.
+  std::string record;               ///< Folder for what `farandole report` shows; empty: none.
   std::string mpi_plugin;           ///< Path of libfarandole_mpi.so; empty: beside libfarandole.so.
   int64_t cuda_fusion_threshold_bytes = int64_t{25} << 20;  ///< Of batches on a GPU.
   double cuda_timeout_s = 600;                              ///< plane_timeout_s for work on a GPU.
   std::string network = "auto";  ///< Or "mpi", "tcp": what the ranks exchange messages over.
   std::string interfaces;        ///< For TCP: names or networks, separated by commas; empty: found.
+  PortRange ports;               ///< Where the job's sockets listen; see core/net/listener.h.
   int64_t tcp_streams = 1;       ///< Sockets between two ranks for each data plane.
   std::string cuda_plugin;       ///< Path of libfarandole_cuda.so; empty: beside libfarandole.so.
   std::string nccl_library;  ///< Path of the libnccl to use; empty: found (ops/gpu/nccl/library.h).
@@ -84,10 +89,11 @@ Result<Config> ParseConfig(const Environment& environment);
 
 /// One setting as text.
 struct SettingText {
-  std::string name;   ///< "FARANDOLE_FUSION_THRESHOLD"
-  std::string value;  ///< In the form that is accepted as input.
-  std::string help;   ///< Meaning, unit, default, range and other name in one line.
-  bool agreed;        ///< Shapes the protocol: must be equal on all ranks.
+  std::string name;     ///< "FARANDOLE_FUSION_THRESHOLD"
+  std::string value;    ///< In the form that is accepted as input.
+  std::string help;     ///< Meaning, unit, default, range and other name in one line.
+  bool agreed;          ///< Shapes the protocol: must be equal on all ranks.
+  std::string initial;  ///< The default, as `value`.
 };
 
 /// All settings in table order: for documentation, `doctor`, and comparing ranks at start.

@@ -333,8 +333,7 @@ std::string FirstHost(std::string_view list) {
 }
 
 /// Below the ports that kernels give to outgoing connections (32768 and up).
-constexpr int64_t kFirstSlurmPort = 15'000;
-constexpr int64_t kSlurmPorts = 17'000;
+constexpr PortRange kSlurmPorts = {15'000, 31'999};
 
 /// Of a step with as many tasks as the job has ranks: rank 0 runs on its first node.
 Status TakeSlurmStep(const Environment& environment, Launcher& launcher) {
@@ -347,8 +346,13 @@ Status TakeSlurmStep(const Environment& environment, Launcher& launcher) {
   if (size.value() != launcher.size || list == nullptr || job == nullptr) return {};
   const std::string* step = Find(environment, "SLURM_STEP_ID");
   const int64_t number = int64_t{ParseInt(*job).value_or(0)} * 31 + ParseInt(*step).value_or(0);
-  launcher.address = FirstHost(*Find(environment, list)) + ":" +
-                     std::to_string(kFirstSlurmPort + std::abs(number) % kSlurmPorts);
+  const std::string* range = Find(environment, "FARANDOLE_PORTS");
+  const auto given = ParsePortRange(range != nullptr ? *range : "");
+  const PortRange ports = given.value_or(kSlurmPorts);
+  const int64_t named = given ? NamedPorts(*given) : 0;
+  const int64_t count = named > 0 ? named : ports.last - ports.first + 1;
+  const int64_t port = ports.first + std::abs(number) % count;
+  launcher.address = FirstHost(*Find(environment, list)) + ":" + std::to_string(port);
   launcher.job = "slurm " + *job + "." + *step;
   return {};
 }

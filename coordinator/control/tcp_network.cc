@@ -133,12 +133,12 @@ class TcpNetwork final : public Network {
 
   Result<Listening> ListenFirst() {
     if (adopted_.get() >= 0) return ListenAgain();
-    const uint16_t port = root_ ? root_->port : uint16_t{0};
+    const PortRange ports = root_ ? PortRange{root_->port, root_->port} : options_.ports;
     if (root_ && SaysLoopback(*root_)) {
       Result<Addresses> loopback = Resolve(*root_);
-      return loopback.ok() ? ListenOn(loopback.value(), port) : loopback.status();
+      return loopback.ok() ? ListenOn(loopback.value(), ports) : loopback.status();
     }
-    return ListenForAll(port, interfaces_, options_.interfaces);
+    return ListenForAll(ports, interfaces_, options_.interfaces);
   }
 
   // AF_UNSPEC: both. A launcher's socket may be one of IPv4, or of IPv6 alone.
@@ -212,8 +212,8 @@ class TcpNetwork final : public Network {
 
   Result<Listening> ListenBeside(const SocketAddress& local) const {
     const bool one_host = local.IsLoopback() && (!root_ || SaysLoopback(*root_));
-    if (one_host && interfaces_.empty()) return ListenOn({local.WithPort(0)}, 0);
-    return ListenForAll(0, interfaces_, options_.interfaces, local);
+    if (one_host && interfaces_.empty()) return ListenOn({local}, options_.ports);
+    return ListenForAll(options_.ports, interfaces_, options_.interfaces, local);
   }
 
   Result<Addresses> FindRoot(StreamHub& hub) {

@@ -8,6 +8,7 @@
 
 #include "core/clock.h"
 #include "core/log.h"
+#include "core/net/address.h"
 #include "core/network.h"
 #include "core/status.h"
 #include "core/store.h"
@@ -31,6 +32,7 @@ struct TcpNetworkOptions {
   /// Names of interfaces, or networks ("10.1.0.0/16"), separated by commas, that ranks listen on
   /// and announce; empty: all, or loopback alone where rank 0's address says so itself.
   std::string interfaces;
+  PortRange ports;  ///< Where ranks listen but at the port in `address`.
   /// Sockets between two ranks for each plane; alike on all ranks.
   int streams = 1;
   int64_t patience_ns = 0;    ///< See HubOptions.

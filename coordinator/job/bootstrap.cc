@@ -230,6 +230,7 @@ MemberService::Options MemberOptions(const Config& config, std::string key, std:
   options.key = std::move(key);
   options.job = std::move(job);
   options.where = std::move(where);
+  options.ports = config.ports;
   options.is_anywhere = config.interfaces.empty();
   options.log_level = config.log_level;
   options.silence_ns = ToNs(config.liveness_timeout_s);
@@ -474,6 +475,7 @@ Result<Network*> Bootstrap::StartTcp() {
   options.key = std::move(key).value();
   options.job = launcher_.job;
   options.interfaces = config_.interfaces;
+  options.ports = config_.ports;
   options.streams = static_cast<int>(config_.tcp_streams);
   options.patience_ns = ToNs(config_.liveness_timeout_s);
   options.clock = &SteadyClock();
@@ -569,7 +571,7 @@ Status Bootstrap::WatchOtherHosts() {
   options.log = made.log.get();
   options.liveness = made.liveness.get();
   Result<std::shared_ptr<StreamHub>> hub =
-      ListenBeside(*made.transport, elsewhere, options, config_.interfaces, TimeLeftNs());
+      ListenBeside(*made.transport, elsewhere, options, config_, TimeLeftNs());
   if (!hub.ok()) return hub.status();
   made.hub = std::move(hub).value();
   return {};

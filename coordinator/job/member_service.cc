@@ -105,7 +105,7 @@ Result<std::vector<SocketAddress>> WhereToListen(const std::string& interfaces,
 
 Result<std::shared_ptr<MemberService>> MemberService::Create(Options options) {
   std::shared_ptr<MemberService> service(new MemberService(std::move(options)));
-  Result<Listening> listening = ListenOn(service->options_.where, 0);
+  Result<Listening> listening = ListenOn(service->options_.where, service->options_.ports);
   if (!listening.ok()) return listening.status();
   service->self_ = {RandomNumber(), InOneText(listening.value().addresses), ThisHost()};
   Party party;
@@ -262,7 +262,8 @@ void MemberService::Perform(MembershipAction& action) {
 void MemberService::Open() {
   const SocketAddress best = options_.where.front();
   const bool is_one = !options_.is_anywhere || options_.where.size() == 1;
-  Result<Listening> listening = is_one ? ListenOn({best}, 0) : ListenForAll(0, {}, "", best);
+  Result<Listening> listening =
+      is_one ? ListenOn({best}, options_.ports) : ListenForAll(options_.ports, {}, "", best);
   if (!listening.ok()) return machine_->Opened("");
   listener_ = std::make_shared<Listener>(std::move(listening.value().sockets.front()));
   machine_->Opened(InOneText(listening.value().addresses));

@@ -65,7 +65,8 @@ class MemberService {
   struct Options {
     std::string key;                        ///< The job's, 32 bytes.
     std::string job;                        ///< Its name.
-    std::vector<SocketAddress> where = {};  ///< Where it listens: the ports are chosen.
+    std::vector<SocketAddress> where = {};  ///< Where it listens, at `ports`.
+    PortRange ports = {};
     bool is_anywhere = false;  ///< Those are all addresses of this host, not only chosen ones.
     int64_t silence_ns = 0;    ///< See MembershipOptions.
     int64_t join_ns = 0;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <string>
 #include <string_view>
 #include <utility>
 
@@ -34,9 +35,9 @@ bool ReadKey(const std::string& text, JobKey& key) {
   return true;
 }
 
-Result<Listening> ListenAsListed(const std::string& interfaces) {
-  const Result<InterfaceList> list = ParseInterfaces(interfaces);
-  return list.ok() ? ListenForAll(0, list.value(), interfaces) : list.status();
+Result<Listening> ListenAsConfigured(const Config& config) {
+  const Result<InterfaceList> list = ParseInterfaces(config.interfaces);
+  return list.ok() ? ListenForAll(config.ports, list.value(), config.interfaces) : list.status();
 }
 
 // What a rank tells the others; empty where it does not listen.
@@ -75,9 +76,9 @@ Result<std::unique_ptr<StreamHub>> MakeHub(const HubOptions& options, Listening&
 
 Result<std::shared_ptr<StreamHub>> ListenBeside(Transport& transport,
                                                 std::span<const int> elsewhere, HubOptions options,
-                                                const std::string& interfaces, int64_t timeout_ns) {
+                                                const Config& config, int64_t timeout_ns) {
   Result<Listening> listening = Listening();
-  if (!elsewhere.empty()) listening = ListenAsListed(interfaces);
+  if (!elsewhere.empty()) listening = ListenAsConfigured(config);
   const Result<std::vector<std::string>> texts =
       transport.Allgather(Describe(listening, transport.rank() == 0), timeout_ns);
   if (!texts.ok()) return texts.status();

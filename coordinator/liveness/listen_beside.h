@@ -3,8 +3,8 @@
 
 #include <memory>
 #include <span>
-#include <string>
 
+#include "core/config.h"
 #include "core/net/stream_hub.h"
 #include "core/transport.h"
 
@@ -14,11 +14,11 @@ namespace farandole {
 /// connects them. Collective over all ranks.
 /// @param elsewhere   This rank's neighbours on other hosts.
 /// @param options     Without a key, which rank 0 makes.
-/// @param interfaces  See TcpNetworkOptions.
+/// @param config      Of it the interfaces and the ports.
 /// @return nullptr if there are no such neighbours; also, with a warning, where a rank can have no
 /// sockets; what Allgather returns.
 Result<std::shared_ptr<StreamHub>> ListenBeside(Transport& transport,
                                                 std::span<const int> elsewhere, HubOptions options,
-                                                const std::string& interfaces, int64_t timeout_ns);
+                                                const Config& config, int64_t timeout_ns);
 
 }  // namespace farandole

@@ -208,6 +208,19 @@ Result<std::vector<SocketAddress>> Resolve(const HostPort& host_port) {
   return addresses;
 }
 
+std::optional<PortRange> ParsePortRange(std::string_view text) {
+  const size_t dash = text.find('-');
+  if (dash == std::string_view::npos) return std::nullopt;
+  const std::optional<int> first = ParseNumber(text.substr(0, dash), UINT16_MAX);
+  const std::optional<int> last = ParseNumber(text.substr(dash + 1), UINT16_MAX);
+  if (!first || !last || *first < 1 || *last < *first) return std::nullopt;
+  return PortRange{static_cast<uint16_t>(*first), static_cast<uint16_t>(*last)};
+}
+
+std::string Format(const PortRange& ports) {
+  return ports.first == 0 ? "" : std::to_string(ports.first) + "-" + std::to_string(ports.last);
+}
+
 Result<InterfaceList> ParseInterfaces(std::string_view text) {
   InterfaceList list;
   while (!text.empty()) {

@@ -1,10 +1,11 @@
-// Addresses of sockets, IPv4 and IPv6: texts, names, and those of this host's interfaces.
+// Addresses of sockets, IPv4 and IPv6: texts, names, those of this host's interfaces; and ports.
 #pragma once
 
 #include <netinet/in.h>
 #include <sys/socket.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -12,6 +13,19 @@
 #include "core/status.h"
 
 namespace farandole {
+
+/// Ports among which a socket that listens may have any that is free, both ends included.
+struct PortRange {
+  uint16_t first = 0;  ///< 0 to 0: the system chooses.
+  uint16_t last = 0;
+};
+/// "50000-50100", 1 to 65535; nothing if it is not that.
+std::optional<PortRange> ParsePortRange(std::string_view text);
+/// As it is parsed; empty where the system chooses.
+std::string Format(const PortRange& ports);
+/// How many of its first ports, a quarter, are for those that are named before somebody listens
+/// there; whoever takes any port takes one of the others, as long as there are some.
+inline uint32_t NamedPorts(const PortRange& ports) { return (ports.last - ports.first + 1u) / 4; }
 
 /// A numeric address with its port. A value.
 class SocketAddress {

@@ -4,7 +4,9 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
+#include <functional>
 
 #include "core/descriptors.h"
 
@@ -40,6 +42,30 @@ Result<Listener> ListenAt(const SocketAddress& address) {
   return listener;
 }
 
+// Begins where this process has come to: a port that it has just given up would soon be another
+// socket's, and who comes late for the first one would find the second.
+// Those that are to be named come last.
+Result<Listener> ListenWithin(const PortRange& ports,
+                              const std::function<Result<Listener>(uint16_t)>& listen_at) {
+  static std::atomic<uint32_t> turn = static_cast<uint32_t>(getpid());
+  const uint32_t count = ports.last - ports.first + 1u;
+  const uint32_t named = NamedPorts(ports);
+  const auto listen_at_next = [&](uint32_t tried) {
+    const bool has_others = tried < count - named;
+    const uint32_t place = has_others ? named + turn++ % (count - named) : turn++ % named;
+    return listen_at(static_cast<uint16_t>(ports.first + place));
+  };
+  Result<Listener> listener = listen_at_next(0);
+  for (uint32_t tried = 1; tried < count && !listener.ok(); ++tried) {
+    if (errno != EADDRINUSE && errno != EACCES) break;  // EACCES: one below 1024
+    listener = listen_at_next(tried);
+  }
+  if (listener.ok() || count == 1 || errno != EADDRINUSE) return listener;
+  return Status(
+      listener.status().code(),
+      listener.status().message() + ", as are all ports of FARANDOLE_PORTS=" + Format(ports));
+}
+
 Result<Listener> ListenAnywhere(uint16_t port) {
   Result<Listener> both = ListenAt(Anywhere(AF_INET6, port));
   if (both.ok() || errno == EADDRINUSE || IsExhaustion(errno)) return both;
@@ -57,11 +83,12 @@ bool IsAnywhere(const SocketAddress& address) {
   return std::ranges::all_of(address.bytes(), [](char c) { return c == 0; });
 }
 
-Result<Listening> ListenOn(const Addresses& where, uint16_t port) {
+Result<Listening> ListenOn(const Addresses& where, const PortRange& ports) {
   Listening listening;
   Status failed;
   for (const SocketAddress& one : where) {
-    Result<Listener> listener = ListenAt(one.WithPort(port));
+    Result<Listener> listener =
+        ListenWithin(ports, [&](uint16_t port) { return ListenAt(one.WithPort(port)); });
     if (!listener.ok()) {
       failed = listener.status();
       continue;
@@ -75,7 +102,7 @@ Result<Listening> ListenOn(const Addresses& where, uint16_t port) {
 
 Result<Addresses> Reachable(uint16_t port, const InterfaceList& interfaces,
                             const std::optional<SocketAddress>& known) {
-  const Result<Addresses> own = InterfaceAddresses(interfaces);
+  Result<Addresses> own = InterfaceAddresses(interfaces);
   if (!own.ok()) return own;
   Addresses addresses;
   if (known && !known->IsLoopback()) Announce(*known, port, addresses);
@@ -89,7 +116,7 @@ Result<Addresses> Reachable(uint16_t port, const InterfaceList& interfaces,
   return addresses;
 }
 
-Result<Listening> ListenForAll(uint16_t port, const InterfaceList& interfaces,
+Result<Listening> ListenForAll(const PortRange& ports, const InterfaceList& interfaces,
                                const std::string& names,
                                const std::optional<SocketAddress>& known) {
   if (!interfaces.empty()) {
@@ -99,9 +126,9 @@ Result<Listening> ListenForAll(uint16_t port, const InterfaceList& interfaces,
       return InvalidArgument("cannot listen: no interface of this host is one of \"" + names +
                              "\" (FARANDOLE_INTERFACE)");
     }
-    return ListenOn(chosen.value(), port);
+    return ListenOn(chosen.value(), ports);
   }
-  Result<Listener> listener = ListenAnywhere(port);
+  Result<Listener> listener = ListenWithin(ports, ListenAnywhere);
   if (!listener.ok()) return listener.status();
   const uint16_t chosen_port = listener.value().address().port();
   Result<Addresses> addresses = Reachable(chosen_port, interfaces, known);

@@ -47,13 +47,14 @@ struct Listening {
 
 bool IsAnywhere(const SocketAddress& address);
 
-/// At each of these that can be had. @return the last reason if none can, as SystemError.
-Result<Listening> ListenOn(const std::vector<SocketAddress>& where, uint16_t port);
+/// At each of these that can be had, with a port of the range. @return the last reason if none can,
+/// as SystemError; it names a range that is used up.
+Result<Listening> ListenOn(const std::vector<SocketAddress>& where, const PortRange& ports);
 /// At the addresses of the interfaces on the list; everywhere if it is empty.
 /// @param names  The list's text, for errors.
 /// @param known  An address of this host at which others reach it most likely.
-/// @return InvalidArgument if no interface is on the list; else as SystemError.
-Result<Listening> ListenForAll(uint16_t port, const InterfaceList& interfaces,
+/// @return InvalidArgument if no interface is on the list; else as ListenOn.
+Result<Listening> ListenForAll(const PortRange& ports, const InterfaceList& interfaces,
                                const std::string& names,
                                const std::optional<SocketAddress>& known = {});
 /// Where others reach a socket that listens anywhere, best first. Errors as SystemError.

@@ -52,7 +52,7 @@ def spawn(
     if "FARANDOLE_RANK" in os.environ or basics.find() is not None:
         raise RuntimeError("spawn cannot be called by a rank of a job")
     context = multiprocessing.get_context(start_method)
-    key, listener = secrets.token_bytes(32), socket.create_server(("127.0.0.1", 0), backlog=nprocs)
+    key, listener = secrets.token_bytes(32), supervisor.open_listener("127.0.0.1")
     address = "{}:{}".format(*listener.getsockname())
     ranks, reports = [], []
     parent = None if context.get_start_method() == "forkserver" else os.getpid()

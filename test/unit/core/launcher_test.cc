@@ -153,6 +153,20 @@ TEST(DetectLauncher, FindsTheFirstNodeOfASlurmStepAndAPortOfItsOwn) {
   EXPECT_NE(Detect(step).address, port);
 }
 
+TEST(DetectLauncher, ChoosesThePortOfASlurmStepFromTheRange) {
+  Environment step = SlurmStep("0");
+  step["SLURM_JOB_ID"] = "1234";
+  step["SLURM_STEP_NODELIST"] = "x";
+  step["FARANDOLE_PORTS"] = "50000-50001";
+  EXPECT_EQ(Detect(step).address, "x:50000");
+  step["SLURM_STEP_ID"] = "1";
+  EXPECT_EQ(Detect(step).address, "x:50001");
+  step["FARANDOLE_PORTS"] = "50000-50009";  // of which the first two are for named ports
+  EXPECT_EQ(Detect(step).address, "x:50001");
+  step["SLURM_STEP_ID"] = "2";
+  EXPECT_EQ(Detect(step).address, "x:50000");
+}
+
 TEST(DetectLauncher, RefusesAnAddressThatIsNone) {
   for (const char* junk : {"node7", "node7:", "node7:0", "node7:65536", ":29500", "::1:29500",
                            "node7:x", "http://node7:80/x", "file://job7"}) {

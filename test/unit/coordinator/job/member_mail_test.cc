@@ -28,7 +28,7 @@ using Event = MemberMail::Event;
 /// A process at loopback.
 struct Process {
   explicit Process(MemberId id, const std::string& job = "a") {
-    Listening listening = ListenOn({ParseSocketAddress("127.0.0.1:0").value()}, 0).value();
+    Listening listening = ListenOn({ParseSocketAddress("127.0.0.1:0").value()}, {}).value();
     member = {id, listening.addresses.front().ToString(), "host"};
     Party party;
     party.key = PublicKey(job);

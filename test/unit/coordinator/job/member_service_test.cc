@@ -29,7 +29,7 @@ std::shared_ptr<MemberService> Serve() {
 // after the 2 s for which that one waits for an answer of who is stopped.
 bool GoOnAtOnce() {
   const std::shared_ptr<MemberService> first = Serve(), second = Serve();
-  const Listening silent = ListenOn({Loopback()}, 0).value();  // connects, and never answers
+  const Listening silent = ListenOn({Loopback()}, {}).value();  // connects, and never answers
   const Member stopped = {1, silent.addresses.front().ToString(), first->self().host};
   MemberList list;
   list.generation = {1, stopped.id};

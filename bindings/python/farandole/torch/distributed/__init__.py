@@ -8,10 +8,10 @@
 Importing this module registers the backend for tensors in host memory and on NVIDIA GPUs; torch 2.14 and
 newer find it by its name, without the import. Every group is a job of its own. Its ranks meet at the store that
 torch passes to the group, and its collectives, errors and end do not affect other groups. A group costs three
-sleeping threads and about ten descriptors.
+sleeping threads (four with the flight recorder's files, which are on under a launcher) and about ten descriptors.
 
-``init_method="farandole://"`` finds rank, size and store under any launcher of Farandole, such as
-``farandolerun`` and ``mpirun``; the default, ``"env://"``, needs the variables that ``torchrun`` sets.
+``init_method="farandole://"`` finds rank, size and store under any launcher, such as ``mpirun``; the default,
+``"env://"``, needs the variables that ``torchrun`` and ``farandolerun`` set.
 
 Collectives of a group are matched by collective, dtype, number of elements, operation and root, and by how
 many such calls came before. All ranks must call them in the same order: if each rank waits for a call that
@@ -40,6 +40,7 @@ from farandole.torch.distributed._futures import Completer
 from farandole.torch.distributed._group import DEVICES, NAME, ProcessGroup
 from farandole.torch.distributed._hooks import Observed
 from farandole.torch.distributed._job import Job
+from farandole.torch.distributed._members import serve_store
 from farandole.torch.distributed._pair import Later, Pair
 from farandole.torch.distributed._work import Work
 
@@ -77,7 +78,7 @@ def _rendezvous(_url: str, timeout: datetime.timedelta = datetime.timedelta(minu
     rank, size = basics.rank(), basics.size()
     store, address = None, ("", 0)
     if rank == 0:
-        store = dist.TCPStore("0.0.0.0", 0, size, True, timeout, wait_for_workers=False)
+        store = serve_store(size, timeout)
         host = socket.gethostname() if basics.cross_size() > 1 else "127.0.0.1"
         address = (host, store.port)
     host, port = objects.broadcast_object(address, 0, "farandole.torch.distributed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import re
 import socket
 import threading
@@ -40,7 +41,7 @@ class Handle(NamedTuple):
         """For a group of ``size`` ranks that have met at torch's ``store``."""
         with _lock:
             if not _servers:
-                _servers.append(_dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False))
+                _servers.append(serve_store())
         return cls(uuid.uuid4().hex, 0, _own_address(store, size), int(_servers[0].port))
 
     @classmethod
@@ -54,6 +55,19 @@ class Handle(NamedTuple):
 
     def __str__(self) -> str:
         return f"{_PREFIX}:{self.id}:{self.rank}:{self.host}:{self.port}"
+
+
+def serve_store(size: int | None = None, timeout: datetime.timedelta = datetime.timedelta(minutes=5)) -> Any:
+    """A store of torch's that this process serves, at a port as :func:`supervisor.open_listener` finds it."""
+    from farandole.runner import supervisor  # only here: most jobs serve none
+
+    listener = supervisor.open_listener()
+    port, descriptor = listener.getsockname()[1], listener.detach()
+    try:
+        return _dist.TCPStore("0.0.0.0", port, size, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
+    except TypeError:  # it refuses an argument; after any other error torch has closed the descriptor
+        os.close(descriptor)
+        raise
 
 
 def order(handles: Iterable[str], own: Handle | None) -> tuple[list[Handle], int]:
