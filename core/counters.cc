@@ -30,6 +30,8 @@ std::string_view CounterName(Counter counter) {
                                                 "input_ns",
                                                 "queued_ns",
                                                 "collecting_ns",
+                                                "other_groups_ns",
+                                                "link_ns",
                                                 "allreduces",
                                                 "broadcasts",
                                                 "allgathers",

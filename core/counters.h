@@ -33,12 +33,14 @@ enum class Counter : uint8_t {
   kInPlaceBytes,      ///< Bytes of tensor data in batches reduced where they lie, without copies.
   kBulkMessagesSent,  ///< Messages in which planes over messages sent bulk bytes.
   kAgreements,        ///< Operations that ranks of a host agreed to run, without votes.
-  kSteps,         ///< Steps of training that this rank has ended; what the times are: StepTimes.
-  kStepNs,        ///< The time of those steps.
-  kBlockedNs,     ///< Of that: its thread waited for operations.
-  kInputNs,       ///< It waited for input.
-  kQueuedNs,      ///< It had no processor.
-  kCollectingNs,  ///< Its garbage collector ran.
+  kSteps,          ///< Steps of training that this rank has ended; what the times are: StepTimes.
+  kStepNs,         ///< The time of those steps.
+  kBlockedNs,      ///< Of that: its thread waited for operations of all ranks.
+  kInputNs,        ///< It waited for input.
+  kQueuedNs,       ///< It had no processor.
+  kCollectingNs,   ///< Its garbage collector ran.
+  kOtherGroupsNs,  ///< Its thread waited for operations of other sets or groups of ranks.
+  kLinkNs,         ///< The network needed for what was sent to another host.
   // Operations of this rank that have ended, in whichever way; one for each kind: see EndedOf.
   kAllreduces,
   kBroadcasts,

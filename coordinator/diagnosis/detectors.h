@@ -34,7 +34,7 @@ class DetectorListener {
   virtual std::optional<Activity> FindActivity(int64_t) { return std::nullopt; }
 };
 
-/// For a Negotiation, which `listener` outlives.
-ObserveNegotiation Detectors(DetectorListener& listener);
+/// For a Negotiation, which `listener` outlives, of ranks on `hosts` hosts.
+ObserveNegotiation Detectors(DetectorListener& listener, size_t hosts = 1);
 
 }  // namespace farandole

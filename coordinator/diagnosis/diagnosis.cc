@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <mutex>
+#include <set>
 
 #include "coordinator/diagnosis/divergence.h"
 #include "coordinator/diagnosis/late_ranks.h"
@@ -9,13 +10,13 @@
 
 namespace farandole {
 
-ObserveNegotiation Detectors(DetectorListener& listener) {
-  return [&listener](NodeState& node, Decider& decider) {
+ObserveNegotiation Detectors(DetectorListener& listener, size_t hosts) {
+  return [&listener, hosts](NodeState& node, Decider& decider) {
     std::vector<std::unique_ptr<NegotiationObserver>> detectors;
     if (node.options.size == 1) return detectors;  // it waits for nobody
     detectors.push_back(std::make_unique<Divergence>(node, decider, listener));
     detectors.push_back(std::make_unique<StallMonitor>(node, decider, listener));
-    detectors.push_back(std::make_unique<LateRanks>(node, listener));
+    detectors.push_back(std::make_unique<LateRanks>(node, listener, hosts));
     return detectors;
   };
 }
@@ -62,7 +63,8 @@ Diagnosis::~Diagnosis() = default;
 void Diagnosis::Observe(EngineParts& parts) {
   observers_.push_back(MakeCountEvents(*parts.counters));
   for (const auto& one : observers_) one->Observe(parts.observers);
-  parts.observe_negotiation = Detectors(*this);
+  const std::set<std::string> hosts(hosts_.begin(), hosts_.end());
+  parts.observe_negotiation = Detectors(*this, hosts.size());
 }
 
 std::vector<std::string> Diagnosis::OnStalls(const std::vector<StallFacts>& stalls,
@@ -78,7 +80,10 @@ std::vector<std::string> Diagnosis::OnStalls(const std::vector<StallFacts>& stal
 std::optional<StepTimes> Diagnosis::TakeStep() { return steps_->Take(); }
 
 /// rank 3 (host b) makes all wait 8.00 ms of 61 in each step: its input takes 9.04 ms longer ...
+/// A network that is merely used is no fault.
 void Diagnosis::OnLate(const LateRank& late) {
+  if (late.cause == LateBy::kNetwork)
+    return log_.Write(LogLevel::kInfo, "all wait for the network for " + Describe(late));
   const auto rank = static_cast<size_t>(late.rank);
   const std::string host = rank < hosts_.size() ? " (host " + hosts_[rank] + ")" : "";
   log_.Write(LogLevel::kWarning,

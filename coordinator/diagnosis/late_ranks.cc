@@ -17,6 +17,14 @@ constexpr double kSure = 7;
 constexpr double kForget = 1.0 / 32;  // what a step counts in the spread of a rank
 /// Of a normal distribution: how much two values differ on average, by its standard deviation.
 constexpr double kDifference = 1.128;
+/// A link is slow that carries less than this of what the others do: rates of equal ones differ.
+constexpr double kSlow = 0.5;
+/// A link is slow in each step that is so in as many of kSteps: TCP's rate is that of its last
+/// round trips, and differs by more than a half from step to step where cores are few.
+constexpr size_t kLinkSteps = LateSteps::kSteps - 2;
+constexpr size_t kNetworkSteps = LateSteps::kSteps / 2 + 1;  // without others to compare with
+/// Who is late by at least so much of what another one is, is so by about the same.
+constexpr double kAlike = 0.75;
 /// Ranks are at most a step apart, and their reports on the way.
 constexpr size_t kMostOpen = 8;
 
@@ -27,8 +35,9 @@ struct Cause {
   int64_t StepTimes::*field;
   double least;
 };
-constexpr std::array<Cause, 3> kCauses = {{{LateBy::kCollecting, &StepTimes::collecting_ns, 0.5},
+constexpr std::array<Cause, 4> kCauses = {{{LateBy::kCollecting, &StepTimes::collecting_ns, 0.5},
                                            {LateBy::kInput, &StepTimes::input_ns, 0.5},
+                                           {LateBy::kOtherGroups, &StepTimes::other_groups_ns, 0.5},
                                            {LateBy::kProcessor, &StepTimes::queued_ns, 0.75}}};
 
 /// Without the least and the greatest.
@@ -56,6 +65,23 @@ std::string Milliseconds(int64_t ns) {
   return std::to_string(us / 1000) + "." + (part.size() < 2 ? "0" : "") + part;
 }
 
+/// "12.3 MB/s"
+std::string MegabytesPerSecond(double rate) {
+  const auto tenths = std::llround(rate / 1e5);
+  return std::to_string(tenths / 10) + "." + std::to_string(tenths % 10) + " MB/s";
+}
+
+/// What somebody is late by who is named.
+double LeastNs(int64_t step_ns) {
+  return std::max(kLeastNs, kLeastShare * static_cast<double>(step_ns));
+}
+
+/// What at least as many of the steps have.
+int64_t InSteps(size_t count, std::array<int64_t, LateSteps::kSteps> values) {
+  std::ranges::sort(values, std::greater());
+  return values.at(count - 1);
+}
+
 }  // namespace
 
 std::string Describe(const LateRank& late) {
@@ -70,16 +96,28 @@ std::string Describe(const LateRank& late) {
       return text + "it is without a processor for " + more;
     case LateBy::kCollecting:
       return text + "its garbage collection takes " + longer;
+    case LateBy::kOtherGroups:
+      return text + "it is in operations of other groups for " + more;
+    case LateBy::kLink:
+      return text + "its link carries " + MegabytesPerSecond(late.rate) + ", the others' " +
+             MegabytesPerSecond(late.others_rate);
+    case LateBy::kNetwork:
+      return text + "a connection carries " + MegabytesPerSecond(late.rate);
     case LateBy::kComputing:
       break;
   }
   return text + "its computing takes " + longer;
 }
 
-LateSteps::LateSteps(int ranks)
-    : ranks_(static_cast<size_t>(ranks)), rows_(kSteps + kMostOpen), sorted_(ranks_) {
+LateSteps::LateSteps(int ranks, bool has_two_hosts)
+    : ranks_(static_cast<size_t>(ranks)),
+      has_two_hosts_(has_two_hosts),
+      rows_(kSteps + kMostOpen),
+      sorted_(ranks_),
+      rates_(ranks_) {
   for (Row& row : rows_) row.times.resize(ranks_);
   spread_.resize(ranks_);
+  sorted_rates_.reserve(ranks_);
   last_.reserve(kSteps + 1);
 }
 
@@ -129,18 +167,21 @@ void LateSteps::AddToSpread(const Row& before, const Row& row) {
   }
 }
 
-std::optional<LateRank> LateSteps::Judge(size_t rank) const {
-  std::array<double, kSteps> late{};
+int64_t LateSteps::StepNs() const {
   int64_t steps_ns = 0;
-  for (size_t i = 0; i < kSteps; ++i) {
+  for (const Row* row : last_) steps_ns += row->medians.ns;
+  return steps_ns / static_cast<int64_t>(kSteps);
+}
+
+std::optional<LateRank> LateSteps::JudgeRank(size_t rank) const {
+  std::array<double, kSteps> late{};
+  for (size_t i = 0; i < kSteps; ++i)
     late.at(i) = -static_cast<double>(LongerNs(*last_[i], rank, &StepTimes::blocked_ns));
-    steps_ns += last_[i]->medians.ns;
-  }
   LateRank found{static_cast<int32_t>(rank), LateBy::kComputing, 0, 0, 0};
-  found.step_ns = steps_ns / static_cast<int64_t>(kSteps);
+  found.step_ns = StepNs();
   found.late_ns = -MeanNs(rank, &StepTimes::blocked_ns);
   found.longer_ns = found.late_ns;
-  const double least = std::max(kLeastNs, kLeastShare * static_cast<double>(found.step_ns));
+  const double least = LeastNs(found.step_ns);
   if (static_cast<double>(found.late_ns) <= least) return std::nullopt;
   for (const Cause& one : kCauses) {
     const int64_t longer_ns = MeanNs(rank, one.field);
@@ -157,6 +198,87 @@ std::optional<LateRank> LateSteps::Judge(size_t rank) const {
   return is_sure ? std::optional(found) : std::nullopt;
 }
 
+/// @return the middle one of those that send anything to another host; 0: none does.
+double LateSteps::FindRates() {
+  sorted_rates_.clear();
+  for (size_t rank = 0; rank < ranks_; ++rank) {
+    int64_t bytes = 0, ns = 0;
+    for (const Row* row : last_) {
+      bytes += row->times[rank].link_bytes;
+      ns += row->times[rank].link_ns;
+    }
+    rates_[rank] = ns > 0 ? static_cast<double>(bytes) * kNsPerSecond / static_cast<double>(ns) : 0;
+    if (ns > 0) sorted_rates_.push_back(rates_[rank]);
+  }
+  if (sorted_rates_.empty()) return 0;
+  const auto middle = sorted_rates_.begin() + static_cast<std::ptrdiff_t>(sorted_rates_.size() / 2);
+  std::ranges::nth_element(sorted_rates_, middle);
+  return *middle;
+}
+
+std::optional<LateRank> LateSteps::JudgeLink(size_t rank, double others_rate) const {
+  LateRank found{.rank = static_cast<int32_t>(rank), .cause = LateBy::kLink};
+  found.step_ns = StepNs();
+  found.rate = rates_[rank];
+  found.others_rate = others_rate;
+  if (found.rate == 0 || found.rate >= kSlow * others_rate) return std::nullopt;
+  std::array<int64_t, kSteps> longer{};
+  for (size_t i = 0; i < kSteps; ++i) {
+    const StepTimes& times = last_[i]->times[rank];
+    const double others_ns = static_cast<double>(times.link_bytes) * kNsPerSecond / others_rate;
+    longer.at(i) = std::min(times.link_ns - static_cast<int64_t>(others_ns), times.blocked_ns);
+  }
+  found.late_ns = found.longer_ns = InSteps(kLinkSteps, longer);
+  const bool is_late = static_cast<double>(found.late_ns) > LeastNs(found.step_ns);
+  return is_late ? std::optional(found) : std::nullopt;
+}
+
+/// No rank's link is slower than the others', so the slowest one says how fast the network is.
+std::optional<LateRank> LateSteps::JudgeNetwork() const {
+  LateRank found{.cause = LateBy::kNetwork, .step_ns = StepNs()};
+  std::array<int64_t, kSteps> waits{};
+  waits.fill(INT64_MAX);
+  for (size_t rank = 0; rank < ranks_; ++rank) {
+    if (rates_[rank] == 0) continue;
+    if (found.rate == 0 || rates_[rank] < found.rate) found.rate = rates_[rank];
+    for (size_t i = 0; i < kSteps; ++i) {
+      const StepTimes& times = last_[i]->times[rank];
+      waits.at(i) = std::min({waits.at(i), times.link_ns, times.blocked_ns});
+    }
+  }
+  found.late_ns = found.longer_ns = InSteps(kNetworkSteps, waits);
+  const bool is_slow = found.rate > 0 && found.late_ns > found.step_ns / 2;
+  return is_slow ? std::optional(found) : std::nullopt;
+}
+
+/// In operations of another group with one that is late itself, so about as late.
+bool LateSteps::WaitsForAnother(const LateRank& found) const {
+  return found.cause == LateBy::kOtherGroups &&
+         std::ranges::any_of(found_, [&](const LateRank& other) {
+           return other.cause != LateBy::kOtherGroups &&
+                  static_cast<double>(other.late_ns) >= kAlike * static_cast<double>(found.late_ns);
+         });
+}
+
+std::optional<LateRank> LateSteps::Judge() {
+  found_.clear();
+  const double rate = FindRates();
+  for (size_t rank = 0; rank < ranks_; ++rank) {
+    if (const auto found = JudgeRank(rank)) found_.push_back(*found);
+    if (const auto found = JudgeLink(rank, rate)) found_.push_back(*found);
+  }
+  if (found_.empty() && has_two_hosts_)
+    if (const auto found = JudgeNetwork()) found_.push_back(*found);
+  const LateRank* latest = nullptr;
+  for (const LateRank& one : found_) {
+    if (named_.contains({one.rank, one.cause}) || WaitsForAnother(one)) continue;
+    if (latest == nullptr || one.late_ns > latest->late_ns) latest = &one;
+  }
+  if (latest == nullptr) return std::nullopt;
+  named_.insert({latest->rank, latest->cause});
+  return *latest;
+}
+
 std::optional<LateRank> LateSteps::Add(const StepTimes& times) {
   Row& row = Find(times.step);
   StepTimes& mine = row.times[static_cast<size_t>(times.rank)];
@@ -170,14 +292,11 @@ std::optional<LateRank> LateSteps::Add(const StepTimes& times) {
   if (last_.size() <= kSteps) return std::nullopt;  // the first one is like no other
   last_.front()->is_last = false;
   last_.erase(last_.begin());
-  std::optional<LateRank> latest;
-  for (size_t rank = 0; rank < ranks_; ++rank) {
-    const std::optional<LateRank> found = Judge(rank);
-    if (found && (!latest || found->late_ns > latest->late_ns)) latest = found;
-  }
-  const bool is_news = latest && named_.insert({latest->rank, latest->cause}).second;
-  return is_news ? latest : std::nullopt;
+  return Judge();
 }
+
+LateRanks::LateRanks(NodeState& node, DetectorListener& listener, size_t hosts)
+    : node_(node), listener_(listener), steps_(node.IsRoot() ? node.options.size : 0, hosts == 2) {}
 
 /// Rank 0 compares; others keep it for what they send next.
 void LateRanks::Take(const StepTimes& times) {

@@ -17,15 +17,26 @@
 
 namespace farandole {
 
-/// What takes longer on a rank than on the others.
-enum class LateBy : uint8_t { kComputing, kInput, kProcessor, kCollecting };
+/// What takes longer on a rank than on the others; kNetwork: on all ranks of two hosts.
+enum class LateBy : uint8_t {
+  kComputing,
+  kInput,
+  kProcessor,
+  kCollecting,
+  kOtherGroups,
+  kLink,
+  kNetwork
+};
 
 struct LateRank {
-  int32_t rank = 0;
+  int32_t rank = 0;  ///< kNetwork: 0.
   LateBy cause = LateBy::kComputing;
   int64_t late_ns = 0;    ///< That the others wait for it, in a step.
   int64_t step_ns = 0;    ///< All of that step.
   int64_t longer_ns = 0;  ///< What the cause takes more than on the others.
+  /// kLink, kNetwork: bytes a second that a connection of the rank carries, and one of the others.
+  double rate = 0;
+  double others_rate = 0;
 };
 
 /// 8 ms of 61 in each step: its input takes 9 ms longer than the others'
@@ -38,12 +49,18 @@ std::string Describe(const LateRank& late);
 /// that is more than a twentieth of their time and far beyond chance: many times its own standard
 /// error, for which the least and the greatest of them are left out and the steps before them
 /// count, too.
+///
+/// For a slow link all ranks wait, each for as long as the others. It is told by its rate, less
+/// than half of the others', and named if what it carries takes that part of a step, in which its
+/// rank waits, longer than on theirs. Two hosts have but one link, or two ends of it: it is named
+/// if nobody is late, and in most steps all ranks wait for it for more than half of the time.
 class LateSteps {
  public:
   static constexpr size_t kSteps = 10;
 
-  explicit LateSteps(int ranks);
-  /// Of any rank; those of one rank in order. @return who is late, once for each cause.
+  explicit LateSteps(int ranks, bool has_two_hosts = false);
+  /// Of any rank; those of one rank in order. @return who is late, once for each cause; of several
+  /// that are found the latest one that was not named before.
   std::optional<LateRank> Add(const StepTimes& times);
 
  private:
@@ -61,22 +78,31 @@ class LateSteps {
   void AddToSpread(const Row& before, const Row& row);
   int64_t LongerNs(const Row& row, size_t rank, Field field) const;
   int64_t MeanNs(size_t rank, Field field) const;
-  std::optional<LateRank> Judge(size_t rank) const;
+  std::optional<LateRank> JudgeRank(size_t rank) const;
+  double FindRates();
+  std::optional<LateRank> JudgeLink(size_t rank, double others_rate) const;
+  std::optional<LateRank> JudgeNetwork() const;
+  bool WaitsForAnother(const LateRank& found) const;
+  std::optional<LateRank> Judge();
+  int64_t StepNs() const;
 
   const size_t ranks_;
+  const bool has_two_hosts_;
   std::vector<Row> rows_;        // used again and again, so that a step allocates nothing
   std::vector<Row*> last_;       // kSteps, of which all ranks are known; oldest first
   std::vector<int64_t> sorted_;  // for a median
   std::vector<double> spread_;   // of how late a rank is: its standard deviation, of the last steps
   int64_t spread_steps_ = 0;
+  std::vector<double> rates_;         // of links, by rank, over last_: bytes a second; 0: unused
+  std::vector<double> sorted_rates_;  // for a median
+  std::vector<LateRank> found_;       // over last_
   std::set<std::pair<int32_t, LateBy>> named_;
 };
 
 /// Each rank's step times go up with what it submits next; rank 0 compares them.
 class LateRanks final : public NegotiationObserver {
  public:
-  LateRanks(NodeState& node, DetectorListener& listener)
-      : node_(node), listener_(listener), steps_(node.IsRoot() ? node.options.size : 0) {}
+  LateRanks(NodeState& node, DetectorListener& listener, size_t hosts);
 
   void OnSubmitted(KeyId) override;
   Status ReceiveUp(int child, const UpMessage& message) override;

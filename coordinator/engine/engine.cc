@@ -71,6 +71,7 @@ SharedParts Engine::Shared() {
           operations_,
           submissions_,
           announcer_,
+          steps_,
           gpu_,
           parts_.memory != nullptr ? *parts_.memory : own_memory_,
           parts_.liveness != nullptr ? *parts_.liveness : own_liveness_,
@@ -153,7 +154,9 @@ Status Engine::AnnounceStep(uint32_t set, const std::string& prefix, const StepC
 }
 
 void Engine::EndStep(int joins) {
-  const std::optional<StepTimes> times = steps_.End(rank(), joins, parts_.clock->NowNs());
+  const int64_t now_ns = parts_.clock->NowNs();
+  const LinkUse link = parts_.hub != nullptr ? parts_.hub->Use(now_ns) : LinkUse();
+  const std::optional<StepTimes> times = steps_.End(rank(), joins, link, now_ns);
   if (!times) return;
   for (EngineObserver* const one : parts_.observers.all) one->OnStep(*times);
 }

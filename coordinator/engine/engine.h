@@ -84,7 +84,7 @@ class Engine {
   /// The calling thread has ended a step of training with all ranks, at the same point of each.
   /// Waits for nobody. `joins`: how many of Join had ended when the step began, if ranks agree on
   /// that: a rank that has joined takes no steps.
-  void EndStep(int joins = 0);
+  void EndStep(int joins);
   /// Sleeps or works until `work` is done or `timeout_ns` (< 0: no limit) has passed. @return done?
   bool Wait(const Work& work, int64_t timeout_ns);
   /// The threads of the host's ranks need every core: what is to be waited for later is started
@@ -153,6 +153,8 @@ class Engine {
   int rank() const { return options_.negotiation.rank; }
   int size() const { return options_.negotiation.size; }
   const Counters& counters() const { return *parts_.counters; }
+  const Clock& clock() const { return *parts_.clock; }
+  Log& log() const { return *parts_.log; }
 
   /// One iteration of the engine loop. Tests without threads call it, one at a time.
   EngineLoop::Outcome RunOnce() { return loop_.RunOnce(EngineLoop::Runner::kEngine); }

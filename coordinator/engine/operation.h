@@ -97,8 +97,9 @@ struct Operation {
   int64_t handles = 0;
   bool was_held = false;
   int64_t idle_weight = 0;
-  size_t ranks = 0;             // of the process set
-  uint32_t version = 0;         // of these five: how often it was defined
+  size_t ranks = 0;  // of the process set
+  bool is_of_all_ranks = false;
+  uint32_t version = 0;         // of these six: how often it was defined
   uint32_t first_version = 1;   // under this name; earlier ones were of a set that has ended
   bool ended = false;           // so is this one, and the name is nobody's
   std::vector<Extent> extents;  // per tensor

@@ -282,6 +282,7 @@ void OperationRegistry::Redefine(Operation& operation, const Signature& signatur
   operation.splits.assign(own.splits.begin(), own.splits.end());
   operation.prescale = own.prescale;
   operation.ranks = sets_.at(operation.name.set).ranks.size();
+  operation.is_of_all_ranks = operation.ranks == static_cast<size_t>(size_);
   ++operation.version;
   const size_t tensors = signature.tensors.size();
   operation.in.assign(tensors, nullptr);

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <chrono>
 
-#include "coordinator/engine/step_clock.h"
 #include "core/futex.h"
 #include "core/pause.h"
 
@@ -50,6 +49,7 @@ ProgressThread::ProgressThread(EngineLoop& loop, const EngineParts& parts,
       lifecycle_(shared.lifecycle),
       gpu_(shared.gpu),
       submissions_(shared.submissions),
+      steps_(shared.steps),
       callers_(shared.callers),
       spin_ns_(options.spin_ns),
       fills_cores_(options.fills_cores && options.threads) {}
@@ -130,7 +130,7 @@ bool ProgressThread::Wait(const Work& work, int64_t timeout_ns, bool starts) {
         waiting.Sleeps();
         const int64_t began_ns = clock_.NowNs();
         work.SleepUntilDone(left);
-        BlockedNs() += clock_.NowNs() - began_ns;
+        steps_.NoteWait(work.is_of_all_ranks(), clock_.NowNs() - began_ns);
       }
     }
     if (work.done()) break;
@@ -171,7 +171,7 @@ void ProgressThread::RunAsCaller(const Work& work, int64_t deadline_ns,
       doorbell_.Sleep(Listener::kCaller, ticket, sleep_ns);
     }
   }
-  BlockedNs() += loop_.now_ns() - began_ns;
+  steps_.NoteWait(work.is_of_all_ranks(), loop_.now_ns() - began_ns);
   HandBack(ticket, outcome.sleep_ns);
 }
 

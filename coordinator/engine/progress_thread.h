@@ -58,6 +58,7 @@ class ProgressThread {
   const Lifecycle& lifecycle_;
   const RankDevice& gpu_;
   SubmissionQueue& submissions_;
+  StepClock& steps_;
   CallerThreads& callers_;
   CallerThreads others_;   // that wait and start nothing
   const int64_t spin_ns_;  // whoever runs the loop spins so long

@@ -27,7 +27,7 @@ std::atomic<uint64_t> threads = 0;
 
 struct ThreadTimes {
   uint64_t thread = ++threads;  // a later one may get the address of one that has ended
-  int64_t blocked_ns = 0;
+  int64_t blocked_ns = 0;       // in waits of any engine
   int64_t input_ns = 0;
   int64_t queued_ns = 0;
   int64_t looked_ns = 0;
@@ -69,21 +69,33 @@ void NoteTime(TimeOf what, int64_t ns) {
   if (what == TimeOf::kGarbageCollection) collecting_ns.fetch_add(ns);
 }
 
-int64_t& BlockedNs() { return OfThisThread().blocked_ns; }
+void StepClock::NoteWait(bool is_of_all_ranks, int64_t ns) {
+  ThreadTimes& own = OfThisThread();
+  own.blocked_ns += ns;
+  if (is_of_all_ranks && own.thread == thread_.load(std::memory_order_relaxed))
+    waited_ns_.fetch_add(ns, std::memory_order_relaxed);
+}
 
-std::optional<StepTimes> StepClock::End(int32_t rank, int joins, int64_t now_ns) {
+std::optional<StepTimes> StepClock::End(int32_t rank, int joins, const LinkUse& link,
+                                        int64_t now_ns) {
   const ThreadTimes& own = OfThisThread();
-  const StepTimes now{
-      rank, 0, now_ns, own.blocked_ns, own.input_ns, QueuedNs(now_ns), collecting_ns.load()};
   const std::lock_guard lock(mutex_);
+  StepTimes now{.rank = rank, .ns = now_ns, .blocked_ns = waited_ns_.load()};
+  now.input_ns = own.input_ns;
+  now.queued_ns = QueuedNs(now_ns);
+  now.collecting_ns = collecting_ns.load();
+  now.other_groups_ns = own.blocked_ns - now.blocked_ns;
+  now.link_ns = link.ns;
+  now.link_bytes = link.bytes;
   const StepTimes before = std::exchange(total_, now);
-  const uint64_t thread = std::exchange(thread_, own.thread);
+  const uint64_t thread = thread_.exchange(own.thread);
   if (std::exchange(joins_, joins) != joins) steps_ = 0;
   ++steps_;
-  if (thread != thread_) return std::nullopt;
+  if (thread != own.thread) return std::nullopt;
   StepTimes step{rank, (int64_t{joins} << kJoinsBit) + steps_};
   // A child of fork may have read less: no time is negative.
   for (const auto time : kTimesOfStep) step.*time = std::max<int64_t>(now.*time - before.*time, 0);
+  step.link_bytes = now.link_bytes - before.link_bytes;
   return step;
 }
 

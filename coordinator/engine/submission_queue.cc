@@ -18,7 +18,7 @@ std::shared_ptr<Work> SubmissionQueue::Submit(ClaimedOperation& claimed,
   operation.vote = vote;
   operation.failure = Status();
   operation.is_awaited = !notify;
-  operation.work = std::make_shared<Work>();
+  operation.work = std::make_shared<Work>(operation.is_of_all_ranks);
   if (RowsMayDiffer(operation.name.kind)) {
     operation.work->MakeRoomForRows(operation.rows.size(), operation.ranks);
     if (operation.name.kind == OpKind::kAllgather) operation.vote.rows = operation.rows;

@@ -40,6 +40,9 @@ class ResultAllocator {
 /// back.
 class Work : public std::enable_shared_from_this<Work> {
  public:
+  explicit Work(bool is_of_all_ranks = true) : is_of_all_ranks_(is_of_all_ranks) {}
+  /// And not of a process set of some.
+  bool is_of_all_ranks() const { return is_of_all_ranks_; }
   bool done() const { return state_.load(std::memory_order_acquire) == kDone; }
   /// Why it failed, or OK.
   const Status& status() const { return status_; }
@@ -71,6 +74,7 @@ class Work : public std::enable_shared_from_this<Work> {
   bool SleepUntilDoneFor(int64_t timeout_ns) const;
 
  private:
+  const bool is_of_all_ranks_;
   static constexpr uint32_t kPending = 0, kFinishing = 1, kDone = 2;
   std::atomic<uint32_t> state_{kPending};
   mutable std::atomic<uint32_t> sleepers_{0};

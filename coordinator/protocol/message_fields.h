@@ -56,6 +56,9 @@ void Fields(Archive& archive, Of<Archive, StepTimes>& times) {
   archive.Number("time of input", times.input_ns, 0);
   archive.Number("time without a processor", times.queued_ns, 0);
   archive.Number("time of garbage collection", times.collecting_ns, 0);
+  archive.Number("time in other groups", times.other_groups_ns, 0);
+  archive.Number("time of a link", times.link_ns, 0);
+  archive.Number("bytes over a link", times.link_bytes, 0);
 }
 
 /// Without the ranks. @param most Of each text, in bytes.

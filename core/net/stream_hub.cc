@@ -1,7 +1,7 @@
 // One file: the one class whose thread and mutex all sockets of a rank share.
 #include "core/net/stream_hub.h"
 
-#include <netinet/tcp.h>
+#include <linux/tcp.h>
 #include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -64,6 +64,14 @@ SocketAddress OwnAddress(int socket) {
   socklen_t size = sizeof storage;
   (void)getsockname(socket, reinterpret_cast<sockaddr*>(&storage), &size);
   return SocketAddress(storage);
+}
+
+// A rank of this host is at an address of this host, from which it is reached, too.
+bool LeavesHost(int socket) {
+  sockaddr_storage storage{};
+  socklen_t size = sizeof storage;
+  if (getpeername(socket, reinterpret_cast<sockaddr*>(&storage), &size) != 0) return false;
+  return SocketAddress(storage).bytes() != OwnAddress(socket).bytes();
 }
 
 // "rank 3 (host b)", or without a host that is not known.
@@ -1066,6 +1074,7 @@ Result<std::optional<int>> StreamHub::Take(const StreamId& stream) {
   const PeerState& peer = peers_[static_cast<size_t>(stream.peer)];
   if (entry.socket >= 0) {
     if (std::exchange(entry.taken, true)) return Internal("a data stream was taken twice");
+    if (LeavesHost(entry.socket)) sent_.Add(entry.socket);
     return std::optional(entry.socket);
   }
   if (!entry.failed.ok()) return entry.failed;
@@ -1088,6 +1097,15 @@ Status StreamHub::Watch(int socket, bool writable) {
   return ResourceExhausted("a socket cannot be watched: " + ErrorText(errno));
 }
 
-void StreamHub::Unwatch(int socket) { (void)epoll_ctl(epoll_, EPOLL_CTL_DEL, socket, nullptr); }
+void StreamHub::Unwatch(int socket) {
+  (void)epoll_ctl(epoll_, EPOLL_CTL_DEL, socket, nullptr);
+  const std::lock_guard lock(mutex_);
+  sent_.Remove(socket);
+}
+
+LinkUse StreamHub::Use(int64_t now_ns) {
+  const std::lock_guard lock(mutex_);
+  return sent_.Look(now_ns);
+}
 
 }  // namespace farandole

@@ -24,6 +24,7 @@
 #include "core/net/data_streams.h"
 #include "core/net/frames.h"
 #include "core/net/handshake.h"
+#include "core/net/send_meter.h"
 #include "core/status.h"
 
 namespace farandole {
@@ -134,6 +135,8 @@ class StreamHub final : public DataStreams {
   bool Drained();
   /// Says goodbye to all ranks with a stream to or from this one.
   void Leave();
+  /// Of the data streams to other hosts that were taken.
+  LinkUse Use(int64_t now_ns);
   /// Connections refused so far: "10.0.0.3:4711 holds another job key"; the last few.
   std::string Refused();
 
@@ -221,6 +224,7 @@ class StreamHub final : public DataStreams {
   std::map<uint64_t, std::unique_ptr<Connection>> connections_;
   std::map<Key, std::unique_ptr<Attempt>> attempts_;
   std::map<Key, DataEntry> data_;
+  SendMeter sent_;                // by data streams to other hosts
   std::vector<PeerState> peers_;  // by rank
   std::vector<int> watched_;      // ranks
   int64_t beat_ns_ = kNever;      // when signs of life are due

@@ -1,6 +1,7 @@
 // Two hubs of this process: signs of life, their absence, and errors past the engine.
 #include "core/net/stream_hub.h"
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <malloc.h>
@@ -14,6 +15,8 @@
 #include <atomic>
 #include <memory>
 #include <string>
+#include <thread>
+#include <vector>
 
 #include "core/futex.h"
 #include "core/net/listener.h"
@@ -92,7 +95,7 @@ struct Pair {
       hubs[rank] = std::move(StreamHub::Create(options).value());
     }
     for (int rank = 0; rank < 2; ++rank) {
-      Listening at = std::move(ListenOn({ParseSocketAddress("127.0.0.1:1").value()}, 0).value());
+      Listening at = std::move(ListenOn({ParseSocketAddress("127.0.0.1:1").value()}, {}).value());
       EXPECT_TRUE(hubs[rank]->Listen(at.sockets.front().Release()).ok());
       hubs[1 - rank]->SetPeer(rank, at.addresses);
     }
@@ -210,6 +213,30 @@ TEST(StreamHub, AStreamThatIsNeverEmptyKeepsNothingThatItHasSent) {
   EXPECT_LT(held(), before + 160 * megabyte.size());
 }
 
+TEST(StreamHub, DoesNotCountWhatStaysOnTheHost) {
+  Pair pair(0);
+  std::array<std::optional<int>, 2> sockets;
+  while (!sockets[0] || !sockets[1]) {
+    for (int rank = 0; rank < 2; ++rank)
+      if (!sockets[rank]) sockets[rank] = pair.hubs[rank]->Take({.peer = 1 - rank}).value();
+    std::this_thread::yield();
+  }
+  for (const auto& socket : sockets) ASSERT_EQ(fcntl(*socket, F_SETFL, 0), 0);  // blocking
+  std::vector<char> data(4 << 20);
+  std::thread sender([&] {
+    EXPECT_EQ(write(*sockets[0], data.data(), data.size()), static_cast<ssize_t>(data.size()));
+  });
+  std::vector<char> received(data.size());
+  EXPECT_EQ(recv(*sockets[1], received.data(), received.size(), MSG_WAITALL),
+            static_cast<ssize_t>(received.size()));
+  sender.join();
+  EXPECT_EQ(pair.hubs[0]->Use(kNsPerSecond).bytes, 0);
+  for (int rank = 0; rank < 2; ++rank) {
+    pair.hubs[rank]->Unwatch(*sockets[rank]);
+    close(*sockets[rank]);
+  }
+}
+
 TEST(StreamHub, AReportIsHeardAndIsNoEvent) {
   Ear ear;
   Pair pair(0, nullptr, &ear);
@@ -271,7 +298,7 @@ TEST(StreamHub, ARankThatCannotAcceptWarnsOnceAndFailsOnlyIfItAwaitsSomebody) {
   const std::unique_ptr<StreamHub> hub = HubOn(clock, &log);
   hub->OpenToJoins(true, 1);
   hub->OpenToJoins(false, 1);  // all have come
-  Listening at = std::move(ListenOn({ParseSocketAddress("127.0.0.1:1").value()}, 0).value());
+  Listening at = std::move(ListenOn({ParseSocketAddress("127.0.0.1:1").value()}, {}).value());
   ASSERT_TRUE(hub->Listen(at.sockets.front().Release()).ok());
   const int client = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
   const NoDescriptors none;
@@ -293,7 +320,7 @@ TEST(StreamHub, ALackThatHarmedNobodyLeavesTheNextOneItsTime) {
   const FastClock clock;
   LastLine log;
   const std::unique_ptr<StreamHub> hub = HubOn(clock, &log);
-  Listening at = std::move(ListenOn({ParseSocketAddress("127.0.0.1:1").value()}, 0).value());
+  Listening at = std::move(ListenOn({ParseSocketAddress("127.0.0.1:1").value()}, {}).value());
   ASSERT_TRUE(hub->Listen(at.sockets.front().Release()).ok());
   hub->Expect(1);
   const int first = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);

@@ -3,28 +3,43 @@
     python test/fault/late_ranks.py --tries 20 --healthy 200
 
 Two ranks, each on a core of its own, train with steps of about 40 ms. From step 30 on one of them is slower: in its
-backward pass, in its loader, by its garbage collector, or by a busy process on its core. Prints for each cause and
-share of a step how often the right rank was named for the right cause, how often within 10 steps, and how often
-anything else was said.
+backward pass, in its loader, by its garbage collector, or by a busy process on its core. Or one of three that sleep
+instead waits in an operation with another one, of which that one's own training knows nothing; or has a host of its
+own, as they all have, and its link carries a third (for that root's right is needed). Prints for each cause and share
+of a step how often the right rank was named for the right cause, how often within 10 steps, and how often anything else
+was said. In half of the healthy runs each core has a busy process, too.
 """
 
 import argparse
 import contextlib
 import gc
+import itertools
 import os
+import pathlib
 import re
+import secrets
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 
 import torch
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "python"))
+
+from hosts import HostsAtSwitch
+
 BEGIN, STEP_S = 30, 0.04
-CAUSES = {"backward": "computing", "loader": "input", "collector": "garbage collection", "neighbour": "processor"}
+CAUSES = {
+    "backward": "computing", "loader": "input", "collector": "garbage collection", "neighbour": "processor",
+    "group": "operations of other groups", "link": "its link carries",
+}  # fmt: skip
 #: A busy process gets about this share of a core beside a rank.
-NICENESS = {0.05: 14, 0.1: 10, 0.3: 5}
+NICENESS = {0.05: 13, 0.1: 10, 0.3: 5}
+LINK_BYTES_S, SLOWER = 1e9 / 8, 3
+_ON_HOSTS = ("link", "network")  # whose links are slower, or of which one's is
 
 
 def compute(seconds):
@@ -69,14 +84,25 @@ def make_garbage(seconds):
 
 
 @contextlib.contextmanager
-def neighbour(share):
-    code = "while True: pass"
-    process = subprocess.Popen(["nice", "-n", str(NICENESS[share]), sys.executable, "-c", code])
+def busy(niceness, processes=1):
+    command = ["nice", "-n", str(niceness), sys.executable, "-c", "while True: pass"]
+    running = [subprocess.Popen(command) for _ in range(processes)]
     try:
         yield
     finally:
-        process.kill()
-        process.wait()
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def limit_link(verb, bytes_s):
+    limit = ["rate", f"{8 * bytes_s:.0f}bit", "burst", "32k", "latency", "50ms"]
+    subprocess.run(["tc", "qdisc", verb, "dev", "eth0", "root", "tbf", *limit], check=True)
+
+
+def columns(cause, share):
+    """Of a layer whose gradients take half of what is lost once the link is slower; three hosts each send 4/3 of it."""
+    return int(share * STEP_S / (SLOWER - 1) * LINK_BYTES_S * 3 / 4 / 16) if cause in _ON_HOSTS else 1
 
 
 def train(cause, share, steps):
@@ -87,7 +113,11 @@ def train(cause, share, steps):
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[hvd.local_rank() % len(cores)]})
     is_late = hvd.rank() == 1
-    model, samples = torch.nn.Linear(4, 1), Samples()
+    pause = time.sleep if cause in ("group", *_ON_HOSTS) else compute
+    others = hvd.add_process_set([1, 2]) if cause == "group" else None
+    if cause in _ON_HOSTS:
+        limit_link("add", LINK_BYTES_S)
+    model, samples = torch.nn.Linear(4, columns(cause, share)), Samples()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
     batches = iter(torch.utils.data.DataLoader(samples))
     lines, objects = 0, None
@@ -98,27 +128,63 @@ def train(cause, share, steps):
             late_s = share * STEP_S if is_late and step >= BEGIN else 0
             samples.seconds = late_s if cause == "loader" else 0
             if late_s and cause == "neighbour" and step == BEGIN:
-                stack.enter_context(neighbour(share))
+                stack.enter_context(busy(NICENESS[share]))
+            if step == BEGIN and (cause == "network" or (is_late and cause == "link")):
+                limit_link("change", LINK_BYTES_S / SLOWER)
+            if others is not None and hvd.rank() == 1:
+                hvd.allreduce(torch.zeros(1), name="others", process_set=others)
+            if others is not None and hvd.rank() == 2:
+                later = share * STEP_S if step >= BEGIN else 0
+                what = {"name": "others", "process_set": others}
+                threading.Timer(later, hvd.allreduce, [torch.zeros(1)], what).start()
             if is_late and cause == "collector" and objects is None:
                 objects = make_garbage(2 * share * STEP_S)
             if late_s and cause == "collector" and step % 2:
                 gc.collect()
             optimizer.zero_grad()
             batch = next(batches).requires_grad_()
-            model(Slow.apply(batch, compute, STEP_S + (late_s if cause == "backward" else 0))).sum().backward()
+            model(Slow.apply(batch, pause, STEP_S + (late_s if cause == "backward" else 0))).sum().backward()
             optimizer.step()
             said.seek(0)
-            found = [line for line in said if "makes all wait" in line]
+            found = [line for line in said if "makes all wait" in line or "all wait for the network" in line]
             for line in found[lines:] if hvd.rank() == 0 else ():
                 print(step - BEGIN, line.strip(), flush=True)
             lines = len(found)
 
 
+def run_on_hosts(rank, count=3):
+    """What rank 0 says, of as many as hosts."""
+    with HostsAtSwitch(count) as hosts, contextlib.ExitStack() as stack, tempfile.NamedTemporaryFile() as key:
+        key.write(secrets.token_bytes(32))
+        key.flush()
+        address = f"{hosts.addresses[0]}:29500"
+        common = {"FARANDOLE_SIZE": f"{count}", "FARANDOLE_ADDRESS": address, "FARANDOLE_KEY_FILE": key.name}
+        common |= {"FARANDOLE_INTERFACE": "eth0", "OMP_NUM_THREADS": "1"}
+        processes = []
+        for number in range(count):
+            variables = os.environ | common | {"FARANDOLE_RANK": str(number)}
+            command = [*hosts.enter(number), *rank]
+            processes.append(stack.enter_context(
+                subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True)))  # fmt: skip
+            stack.callback(processes[-1].kill)
+        output = processes[0].communicate(timeout=300)[0]
+        assert [process.wait(300) for process in processes] == [0] * count
+        return output
+
+
+def command_of(cause, share, steps):
+    return [sys.executable, __file__, "--rank", cause, str(share), str(steps)]
+
+
 def run(cause, share, steps):
     """(step, rank, what) of each line."""
-    rank = [sys.executable, __file__, "--rank", cause, str(share), str(steps)]
-    command = [sys.executable, "-m", "farandole.runner", "-np", "2", *rank]
-    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+    rank = command_of(cause, share, steps)
+    if cause == "link":
+        output = run_on_hosts(rank)
+    else:
+        size = "3" if cause == "group" else "2"
+        command = [sys.executable, "-m", "farandole.runner", "-np", size, *rank]
+        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
     found = re.findall(r"(-?\d+) \S+ \S+ warning: rank (\d) .* in each step: (.*)", output)
     return [(int(step), int(rank), what) for step, rank, what in found]
 
@@ -146,8 +212,11 @@ def main():
                 if found["something else"] or not found["named"]:
                     print("   ", cause, share, lines, flush=True)
             print(f"{cause} {share:.0%}: {dict(counts)} of {arguments.tries}", flush=True)
-    healthy = [run("none", 0, 100) for _ in range(arguments.healthy)]
-    print(f"healthy: {sum(map(bool, healthy))} of {len(healthy)} with a name", *[one for one in healthy if one])
+    for processes, job in itertools.product((0, os.cpu_count() or 1), (("none", 0, 100), ("link", 0.3, BEGIN))):
+        with busy(0, processes):
+            healthy = [run(*job) for _ in range(arguments.healthy // 4)]
+        what = f"healthy, {'three hosts' if job[0] == 'link' else 'one host'}, {processes} busy processes"
+        print(f"{what}: {sum(map(bool, healthy))} of {len(healthy)} with a name", *filter(None, healthy), flush=True)
 
 
 if __name__ == "__main__":

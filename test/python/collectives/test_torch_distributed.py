@@ -22,7 +22,9 @@ from farandole import _torch_trace
 from farandole.__main__ import main
 from farandole.torch import _calls
 from farandole.torch import distributed as backend
+from farandole.torch.distributed import _job
 from farandole.torch.distributed._work import _AtEnd
+from farandole.torch.optimizer._steps import MARK
 from ranks import GUARD_S, environment, mpirun
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
@@ -353,6 +355,40 @@ def test_the_last_work_of_a_pass_ends_the_step_where_ranks_are_numbered_as_in_th
     assert len(ended) == steps
 
 
+def test_an_optimizer_ends_a_step_where_neither_a_pass_nor_a_wrapped_optimizer_does():
+    group, ended = backend.Job(None, 0, 3, [], 0, "no members"), []
+    group.context = types.SimpleNamespace(core=types.SimpleNamespace(end_step=lambda: ended.append(1)))
+    _job._of_all_ranks.add(group)
+    _job._watch_optimizers()
+    _job._watch_optimizers()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    group.has_started = True
+    optimizer.step()
+    assert len(ended) == 1
+    group.has_started = True
+    vars(optimizer)[MARK] = object()
+    optimizer.step()
+    assert len(ended) == 1
+    del vars(optimizer)[MARK]
+    _AtEnd(types.SimpleNamespace(fl_job=group, fl_end=lambda: None))()
+    group.has_started = True  # such as the sum of a loss
+    optimizer.step()
+    assert len(ended) == 2
+    optimizer.step()  # of training that goes on without DDP
+    assert len(ended) == 3
+
+
+def test_of_several_optimizers_those_end_a_step_that_follow_a_collective():
+    group = backend.ProcessGroup(torch.distributed.HashStore(), 0, 1, timeout_s=5)
+    first, second = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1) for _ in range(2))
+    for _ in range(3):
+        group.allreduce([torch.zeros(1)]).wait()
+        first.step()
+        second.step()
+    assert group.fl_core.counters()["steps"] == 2  # the first one has no beginning
+    group.shutdown()
+
+
 def test_metrics_follow_a_group_of_all_ranks_only(tmp_path):
     script = """
         os.environ["FARANDOLE_METRICS"] = f"file:{PATH}/{R}.prom"
@@ -517,7 +553,7 @@ def test_torchs_own_tests_pass():
 
 SUM = PRELUDE + textwrap.dedent(
     """
-    dist.init_process_group("farandole", init_method="farandole://")
+    dist.init_process_group(sys.argv[1], init_method=sys.argv[2] or None)
     value = torch.ones(2)
     dist.all_reduce(value)
     tell(f"rank {dist.get_rank()} of {dist.get_world_size()}: {value.tolist()}")
@@ -532,8 +568,9 @@ def expect_sum(done):
         assert f"rank {rank} of 2: [2.0, 2.0]" in done.stdout
 
 
-def test_farandolerun_needs_no_variables():
-    command = [sys.executable, "-m", "farandole.runner", "-np", "2", sys.executable, "-c", SUM]
+@pytest.mark.parametrize("how", [("farandole", "farandole://"), ("farandole", ""), ("gloo", "")], ids="_".join)
+def test_under_farandolerun_a_group_needs_no_more_than_under_torchrun(how):
+    command = [sys.executable, "-m", "farandole.runner", "-np", "2", sys.executable, "-c", SUM, *how]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": GUARD_S}
     expect_sum(subprocess.run(command, env=environment(), check=False, **options))
 
@@ -541,4 +578,4 @@ def test_farandolerun_needs_no_variables():
 @pytest.mark.mpi
 @pytest.mark.once
 def test_mpirun_needs_no_variables():
-    expect_sum(mpirun(2, ["-c", SUM]))
+    expect_sum(mpirun(2, ["-c", SUM, "farandole", "farandole://"]))

@@ -32,7 +32,7 @@ while True:
     handles = [fl.allreduce_async(np.ones(1000, np.float32), name=f"x{i}") for i in range(8)]
     for handle in handles:
         fl.synchronize(handle)
-    fl.basics.current().core.end_step()
+    fl.end_step()
     if fl.allreduce(np.array([float(os.path.exists(sys.argv[1]))]), op=fl.Max, name="end")[0]:
         break
 """

@@ -162,7 +162,7 @@ std::vector<UpMessage> SomeUps() {
   add(UpType::kWaits, 6).waiting = {
       {{1, 2}, {{5, OpKind::kBroadcast, "bias"}, {}}, true, false, true, "a.py:3"},
       {{3}, {}, false, true, false, ""}};
-  add(UpType::kSteps, 0).times = {{3, 1, 40, 7, 6, 5, 4}, {4, int64_t{1} << 40, 9, 0, 0, 0, 0}};
+  add(UpType::kSteps, 0).times = {{3, 1, 40, 7, 6, 5, 4, 3, 2, 1}, {4, int64_t{1} << 40, 9}};
   return messages;
 }
 

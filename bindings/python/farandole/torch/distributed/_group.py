@@ -643,6 +643,7 @@ class ProcessGroup(_TorchGroup):  # type: ignore[misc]  # see above
             _tensors.check_travels(tensor)
         calls = self.fl_kind(kind, tensors, op, factor, root, label, is_ragged)
         self.fl_sequence += 1
+        self.fl_job.has_started = True
         if getattr(opts, "asyncOp", True):
             handle = _calls.start(self.fl_core, calls.options, calls.name(), given, how, splits, into, rows)
             return Work(self.fl_job, [handle], outputs, finish, timeout=timeout)

@@ -9,8 +9,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch._C._distributed_c10d import HashStore
+from torch._compile import _disable_dynamo
 from torch.distributed import distributed_c10d
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from farandole import _core, _horovod, _metrics, _store, basics
 from farandole.exceptions import (
@@ -21,7 +24,10 @@ from farandole.exceptions import (
     OperationTimeoutError,
 )
 from farandole.torch.distributed._futures import Completer
+from farandole.torch.optimizer._steps import steps_of
 
+_of_all_ranks: weakref.WeakSet[Job] = weakref.WeakSet()  # whose steps optimizers end
+_is_hooked = False
 LONGEST_S = 365 * 86400.0  # that the library waits
 _SHUTDOWN_S = "FARANDOLE_STALL_SHUTDOWN_S"  # its time limit is a group's time-out
 
@@ -47,6 +53,8 @@ class Job:
         self.rank, self.size = rank, size
         self.ranks = list(ranks) or list(range(size))
         self._is_numbered_as_job = self.ranks == list(range(size))
+        self._has_pass_ended = False  # since an optimizer's last step
+        self.has_started = False  # a collective, since the last step of training
         self.timeout_s = min(timeout_s, LONGEST_S)
         self.has_seen_failure = False  # one that ended the group
         self.completer = Completer()
@@ -62,6 +70,8 @@ class Job:
         world = distributed_c10d.GroupMember.WORLD
         if self._is_numbered_as_job and (world is None or world.size() == self.size):
             _metrics.follow_group(context)
+            _of_all_ranks.add(self)
+            _watch_optimizers()
         return context
 
     def raise_if_lost(self) -> None:
@@ -84,8 +94,21 @@ class Job:
         """One of ``at_end`` has ended; with the last one, a step of DDP. Its ranks are named as if 0 were the first."""
         self.at_end.discard(work)
         if not self.at_end and self._is_numbered_as_job:
-            with contextlib.suppress(HorovodInternalError):  # the pass's own error says more
-                self.context.core.end_step()
+            self._has_pass_ended = True
+            self._end_step()
+
+    def optimizer_stepped(self) -> None:
+        """Which ends a step where no backward pass does, as with FSDP2; of several optimizers in turn the first one,
+        unless collectives of the group came between them. All ranks start the same ones, so they end the same steps.
+        """
+        has_ended, self._has_pass_ended = self._has_pass_ended, False
+        if self.has_started and not has_ended:
+            self._end_step()
+
+    def _end_step(self) -> None:
+        self.has_started = False
+        with contextlib.suppress(HorovodInternalError):  # what is waited for says it, too
+            self.context.core.end_step()
 
     def announce_leaving(self) -> None:
         """To ranks that wait for a first message; in a group of two there are none."""
@@ -172,6 +195,21 @@ class _NotJoined:
 
     def __getattr__(self, _name: str) -> Any:
         raise HorovodInternalError(self._why)
+
+
+def _watch_optimizers() -> None:
+    """From now on. Again does nothing."""
+    global _is_hooked
+    if not _is_hooked:
+        # Not traced by torch.compile(optimizer.step). torch.compiler.disable() would import the compiler now.
+        register_optimizer_step_post_hook(_disable_dynamo(_optimizer_stepped))
+        _is_hooked = True
+
+
+def _optimizer_stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Of a DistributedOptimizer the round of gradients is the step."""
+    for job in list(_of_all_ranks) if steps_of(optimizer) is None else ():
+        job.optimizer_stepped()
 
 
 def connect(store: Any, rank: int, size: int, timeout_s: float, in_order: bool = True) -> basics.Context:
