@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -173,6 +174,16 @@ void UseSignal() {
   (void)sigaction(SIGUSR1, &wanted, nullptr);  // it cannot fail: signal and handler are valid
 }
 
+/// Makes a folder, for this user alone, where it does not exist yet. Those above it only after a
+/// "/./": above a folder that a user gave may be a file system that is not mounted.
+void MakeFolder(const std::string& path) {
+  const size_t kept = path.find("/./");
+  for (size_t end = kept == std::string::npos ? path.size() : kept + 2; end != std::string::npos;) {
+    end = path.find('/', end + 1);
+    (void)mkdir(path.substr(0, end).c_str(), 0700);  // who then opens a file there finds out
+  }
+}
+
 int64_t WallNs() {
   const auto now = std::chrono::system_clock::now().time_since_epoch();
   return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
@@ -258,6 +269,7 @@ struct FlightRecorder::Shared {
   // error themselves.
   void WriteFiles(const std::string& why, const Status& failure) const {
     const std::vector<FlightRing*>& rings = options.rings;
+    MakeFolder(options.folder);
     WriteFile(*rings[options.mine], why, failure);
     std::vector<const FlightRing*> silent;
     for (size_t i = 0; i < rings.size(); ++i) {

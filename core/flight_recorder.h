@@ -85,7 +85,7 @@ class FlightRecorder {
   struct Options {
     int rank = 0;
     int size = 1;
-    std::string folder = {};  ///< Of the files; empty: none are written.
+    std::string folder = {};  ///< Of the files, made with the first one; empty: none are written.
     std::string job = {};     ///< Part of their names; empty: the process's number.
     std::string host = {};
     std::string version = {};

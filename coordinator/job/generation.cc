@@ -301,7 +301,8 @@ void Generation::AddRecorder() {
   FlightRecorder::Options options;
   options.rank = joined_->transport->rank();
   options.size = joined_->transport->size();
-  options.folder = config_.flight_recorder_dir;
+  if (const std::string& own = config_.flight_recorder_dir; own != "none")
+    options.folder = own.empty() ? config_.record : own;
   options.job = joined_->job_name;
   options.host = HostName();
   options.version = FARANDOLE_BUILD_ID;
@@ -366,7 +367,10 @@ void Generation::StartEngine(std::unique_ptr<Connections> joined, uint64_t numbe
   planes_.push_back(std::move(joined_->flat));
   const int rank = joined_->transport->rank();
   const int size = joined_->transport->size();
-  timeline_ = std::make_unique<Timeline>(SteadyClock(), rank);
+  const MemberList& list = assignment_ ? assignment_->list : joined_->first;  // not list_ yet
+  timeline_ = std::make_unique<Timeline>(
+      SteadyClock(),
+      TimelineOwner{rank, size, joined_->job_name, std::max<uint64_t>(list.generation.number, 1)});
   if (!config_.timeline.empty() && config_.timeline != "DYNAMIC") {
     // The other ranks are in by now: training without a timeline is better than a rank less.
     const Status started = timeline_->Start(config_.timeline, config_.timeline_marks);

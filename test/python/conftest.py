@@ -14,6 +14,7 @@ sys.path += _FOLDERS
 _SITE = str(_THIS_DIR.parent / "site")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_SITE, *_FOLDERS, os.environ.get("PYTHONPATH")]))
 os.environ["FARANDOLE_TEST_QUICK_TORCH"] = "1"
+os.environ.setdefault("FARANDOLE_FLIGHT_RECORDER_DIR", "none")  # of jobs that fail on purpose
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 

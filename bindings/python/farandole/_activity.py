@@ -12,7 +12,7 @@ from typing import Any
 
 from farandole import _core
 
-_PACKAGE = os.path.dirname(__file__) + os.sep
+PACKAGE = os.path.dirname(__file__) + os.sep
 _FRAMEWORKS = ("torch", "tensorflow", "keras", "jax")
 _MOST_FRAMES = 3
 _MOST_THREADS = 3
@@ -70,7 +70,7 @@ def _count_idle_workers(threads: list[threading.Thread]) -> int:
 def libraries() -> tuple[str, ...]:
     """The folders of this package and, where they are loaded, of frameworks: what a program calls, and not its own."""
     files = [getattr(sys.modules.get(name), "__file__", None) for name in _FRAMEWORKS]
-    return (_PACKAGE, *(os.path.dirname(file) + os.sep for file in files if file is not None))
+    return (PACKAGE, *(os.path.dirname(file) + os.sep for file in files if file is not None))
 
 
 def place(code: CodeType, line: int) -> str:
@@ -96,7 +96,7 @@ def _users(top: FrameType) -> list[FrameType]:
     """Those that are neither of this package nor, but for the first one, of a framework."""
     skipped = libraries()
     inside = [frame for frame in _frames(top)[1:] if not frame.f_code.co_filename.startswith(skipped)]
-    return inside if top.f_code.co_filename.startswith(_PACKAGE) else [top, *inside]
+    return inside if top.f_code.co_filename.startswith(PACKAGE) else [top, *inside]
 
 
 def _places(top: FrameType) -> str:
@@ -120,7 +120,7 @@ def describe(callers: list[int]) -> str:
         return "".join(_places(tops[ident]) for ident in idents)
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     idents = [ident for ident in idents if not names.get(ident, "").startswith("farandole-")] or idents  # its own
-    waits = [ident for ident in idents if not tops[ident].f_code.co_filename.startswith(_PACKAGE)]
+    waits = [ident for ident in idents if not tops[ident].f_code.co_filename.startswith(PACKAGE)]
     shown = (waits or idents)[:_MOST_THREADS]
     if len(shown) == 1:
         return _places(tops[shown[0]])

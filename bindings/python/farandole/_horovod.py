@@ -9,9 +9,13 @@ import re
 import sys
 from collections.abc import Iterator
 
+from farandole import _flight_folder
+
 _HOROVOD, _FARANDOLE = "HOROVOD_", "FARANDOLE_"
 _SETTINGS = {  # in Horovod's words: in ours, if they differ
     "FUSION_THRESHOLD": "",
+    "AUTOTUNE": "",
+    "AUTOTUNE_LOG": "",
     "STALL_CHECK_TIME_SECONDS": "STALL_WARNING_S",
     "STALL_SHUTDOWN_TIME_SECONDS": "STALL_SHUTDOWN_S",
     "STALL_CHECK_DISABLE": "",
@@ -22,12 +26,12 @@ _SETTINGS = {  # in Horovod's words: in ours, if they differ
     "TIMELINE_MARK_CYCLES": "",
     "GLOO_IFACE": "INTERFACE",
 }
-_SWITCHES = ("STALL_CHECK_DISABLE", "HIERARCHICAL_ALLREDUCE", "TIMELINE_MARK_CYCLES")
+_SWITCHES = ("AUTOTUNE", "STALL_CHECK_DISABLE", "HIERARCHICAL_ALLREDUCE", "TIMELINE_MARK_CYCLES")
 # Read by core/launcher.cc, or true anyway: process sets are dynamic, and messages have no time.
 _SILENT = re.compile("(LOCAL_|CROSS_)?(RANK|SIZE)|HOSTNAME|DYNAMIC_PROCESS_SETS|LOG_HIDE_TIME")
 # Without a meaning here: of Horovod's core, launchers and build.
 _IGNORED = re.compile(
-    "ADASUM_MPI_CHUNK_SIZE|ALLOW_MIXED_GPU_IMPL|AUTOTUNE|BATCH_D2D_MEMCOPIES|CACHE_CAPACITY|"
+    "ADASUM_MPI_CHUNK_SIZE|ALLOW_MIXED_GPU_IMPL|BATCH_D2D_MEMCOPIES|CACHE_CAPACITY|"
     "CCL_CACHE|CMAKE|CONTROLLER|CPU_OPERATIONS|CYCLE_TIME|DEBUG|DISABLE_GROUP_FUSION|"
     "DISABLE_NVTX_RANGES|ELASTIC|ENABLE_ASYNC_COMPLETION|ENABLE_XLA_OPS|GPU|"
     "HIERARCHICAL_ALLGATHER|LOCAL_VERSION|MIXED_INSTALL|MPI_THREADS_DISABLE|NUM_NCCL_STREAMS|"
@@ -39,11 +43,13 @@ _is_reported = False
 
 @contextlib.contextmanager
 def settings() -> Iterator[None]:
-    """Within it, what is set under Horovod's names alone is set under ours.
+    """Within it, what is set under Horovod's names alone is set under ours, and the folder of the job's files.
 
     An error that the library raises there names the variable that the user has set.
     """
     translated = {}
+    if folder := _flight_folder.for_rank():
+        os.environ[_flight_folder.VARIABLE] = folder
     for name, ours in _SETTINGS.items():
         ours = _FARANDOLE + (ours or name)
         value = os.environ.get(_HOROVOD + name)
@@ -62,7 +68,7 @@ def settings() -> Iterator[None]:
             raise ValueError(translated[ours] + junk + rest) from None
         raise
     finally:
-        for ours in translated:
+        for ours in [*translated, *([_flight_folder.VARIABLE] if folder else [])]:
             os.environ.pop(ours, None)
 
 

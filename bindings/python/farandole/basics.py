@@ -18,6 +18,7 @@ import json
 import numbers
 import os
 import pathlib
+import shlex
 import signal
 import sys
 import threading
@@ -28,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from farandole import _activity as _activity  # of _core, which asks it when imports may be locked
-from farandole import _core, _horovod, _metrics, _step_times, _store, exceptions
+from farandole import _core, _flight_folder, _horovod, _metrics, _step_times, _store, exceptions
 from farandole.exceptions import (
     AbortedError,
     GenerationEndedError,
@@ -41,7 +42,7 @@ from farandole.exceptions import (
 
 __all__ = [
     "ProcessSet", "add_process_set", "ccl_built", "counters", "cross_rank", "cross_size",
-    "cuda_built", "ddl_built", "global_process_set", "gloo_built", "gloo_enabled", "init",
+    "cuda_built", "ddl_built", "end_step", "global_process_set", "gloo_built", "gloo_enabled", "init",
     "is_homogeneous", "is_initialized", "local_rank", "local_size", "mpi_built", "mpi_enabled",
     "mpi_threads_supported", "nccl_built", "rank", "remove_process_set", "rocm_built", "shutdown",
     "size", "slot_range", "start_timeline", "stop_timeline",
@@ -478,6 +479,14 @@ def counters() -> dict[str, int]:
     return current().core.counters()
 
 
+def end_step() -> None:
+    """Ends a step of training that no ``DistributedOptimizer`` ends: a rank that makes the others wait is named.
+
+    All ranks call this at the same point of each step, in the thread that trains. It waits for nobody.
+    """
+    current().core.end_step()
+
+
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
     """Starts to write a timeline of all operations, for chrome://tracing or ui.perfetto.dev.
 
@@ -775,8 +784,27 @@ def _why_it_ends() -> tuple[int, str]:
 
 
 def _report_uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    _report(describe_failure(error, "".join(traceback.format_exception(kind, error, trace))))
-    _Process.show_uncaught(kind, error, trace)
+    text, is_folded = _format(kind, error, trace)
+    _report(describe_failure(error, text))
+    if is_folded and _Process.show_uncaught is sys.__excepthook__ and sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):  # it is closed
+            print(text, end="", file=sys.stderr)
+    else:
+        _Process.show_uncaught(kind, error, trace)
+
+
+def _format(kind: type[BaseException], error: BaseException, trace: Any) -> tuple[str, bool]:
+    """A traceback, and whether it is one without the frames of this package: of an error of the engine, unless
+    FARANDOLE_FULL_TRACEBACK=1."""
+    whole = traceback.TracebackException(kind, error, trace)
+    part: traceback.TracebackException | None = whole
+    is_folded = _of_engine(error) is not None and os.environ.get("FARANDOLE_FULL_TRACEBACK", "0") in ("", "0")
+    while part is not None and is_folded:
+        users = [frame for frame in part.stack if not frame.filename.startswith(_activity.PACKAGE)]
+        if users:
+            part.stack[:] = users
+        part = part.__cause__ or part.__context__
+    return "".join(whole.format()), is_folded
 
 
 if _Process.report_path:
@@ -815,6 +843,17 @@ def _leave_at_exit() -> None:
                 stream.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
+    _name_files()
+
+
+def _name_files() -> None:
+    """Says where this rank, the first of its host, which ends by an error, and others have left what they did last."""
+    local_ranks = map(os.environ.get, ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"))
+    if any(rank not in (None, "0") for rank in local_ranks):
+        return
+    folder = _flight_folder.left_by_rank()
+    if folder and (hasattr(sys, "last_value") or exceptions.latest):
+        print(f"farandole: what the ranks did last: farandole explain {shlex.quote(folder)}", file=sys.stderr)
 
 
 atexit.register(_leave_at_exit)

@@ -1,6 +1,6 @@
-"""``python -m farandole.bench``: how fast collectives are here, beside other libraries.
+"""``farandole bench``, also ``python -m farandole.bench``: how fast collectives are here, beside other libraries.
 
-    mpirun -np 2 python -m farandole.bench --sizes 4 64K 16M --peers mpi gloo --json bench.json
+    farandolerun -np 2 farandole bench --sizes 4 64K 16M --peers gloo --json bench.json
 
 All ranks call every library in turn, in random order within each round, with the same tensors in
 host memory. These hold small integers, so that every result is known exactly; each is compared, and
@@ -141,7 +141,7 @@ def _mpi() -> Peer:
     MPI, size = importlib.import_module("mpi4py.MPI"), farandole.size()
     comm = MPI.COMM_WORLD.Dup()
     if comm.Get_size() != size:
-        raise RuntimeError(f"it takes this for a job of {comm.Get_size()} ranks")
+        raise RuntimeError(f"MPI takes this for a job of {comm.Get_size()} ranks; start it by mpirun")
 
     calls = (
         lambda a, _: comm.Allreduce(MPI.IN_PLACE, a) or a,
@@ -512,6 +512,24 @@ def as_line(row: Row) -> str:
     )
 
 
+def comparison(rows: Sequence[Row]) -> str:
+    """By the first collective, how fast Farandole is beside each other library, by median ratios."""
+    first = [row for row in rows if row["case"] == rows[0]["case"]]
+    parts = []
+    for who in dict.fromkeys(row["implementation"] for row in first):
+        if who not in ("farandole", "rmw", "bare"):
+            own = [row for row in first if row["implementation"] == who]
+            ends = [own[0], *own[1:][-1:]]
+            times = [f"{row['ratio'][1]:.2f} times as fast as {who} at {_in_units(row['bytes'])}" for row in ends]
+            parts.append(" and ".join(times))
+    return f"{first[0]['case']}: Farandole is {'; '.join(parts)}." if parts else ""
+
+
+def _in_units(size_bytes: int) -> str:
+    text = _as_size(size_bytes)
+    return f"{text[:-1]} {text[-1]}iB" if text[-1].isalpha() else f"{text} bytes"
+
+
 #: In a picture: what a row is called, and its colour, the same in all panels and in docs/drawings.py.
 _LOOKS = {
     "farandole": ("Farandole", "#1f77b4"), "mpi": ("MPI", "#ff7f0e"), "gloo": ("gloo", "#2ca02c"),
@@ -602,7 +620,7 @@ def parse_size(text: str) -> int:
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The options; exits with 2 after a message where they are wrong."""
     about = "Times collectives on tensors in host memory, beside other libraries. All ranks run it."
-    parser = argparse.ArgumentParser(prog="python -m farandole.bench", description=about)
+    parser = argparse.ArgumentParser(prog="farandole bench", description=about)
     sizes = [4, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20]
     add = parser.add_argument
     add("--sizes", nargs="*", type=parse_size, default=sizes, help="such as 4 64K 16M; or none")
@@ -657,6 +675,8 @@ def cases(arguments: argparse.Namespace, peers: Peers, missing: Row) -> Iterator
 
 def run(arguments: argparse.Namespace) -> Row:
     """Measures, prints on rank 0 what it finds, and returns the report. Collective."""
+    if farandole.size() == 1:
+        _say("one rank exchanges nothing: farandolerun -np 2 farandole bench")
     load, idle = _load(), idle_shares()
     peers, missing = connect(arguments.peers)
     report: Row = {"fingerprint": fingerprint(peers) | {"load_before": load}, "idle_share": idle}
@@ -674,6 +694,7 @@ def run(arguments: argparse.Namespace) -> Row:
     report["fingerprint"]["load_after"] = _load()
     _say(f"\nload_after: {report['fingerprint']['load_after']:.2f}")
     _say("".join(f"not measured: {what}: {why}\n" for what, why in missing.items()))
+    _say(comparison(report["rows"]))
     if "gloo" in peers:
         importlib.import_module("torch.distributed").destroy_process_group()
     return report
@@ -681,7 +702,11 @@ def run(arguments: argparse.Namespace) -> Row:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code: 1 for a wrong result or an unwritable file."""
-    arguments = parse_arguments(argv)
+    words = sys.argv[1:] if argv is None else argv
+    rank = os.environ.get("RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or "0"
+    if rank != "0" and {"-h", "--help"} & set(words):
+        return 0  # rank 0 says it for all
+    arguments = parse_arguments(words)
     farandole.init()
     is_writer, report = farandole.rank() == 0, {}
     paths = [path for path in (arguments.json, arguments.png) if path and is_writer]
@@ -691,7 +716,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except WrongResultError as wrong:
         error = str(wrong)
     if error and is_writer:
-        print(f"python -m farandole.bench: {error}", file=sys.stderr)
+        print(f"farandole bench: {error}", file=sys.stderr)
     if report and is_writer and arguments.json:
         pathlib.Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n")
     if report and is_writer and arguments.png:

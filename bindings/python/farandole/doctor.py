@@ -158,7 +158,7 @@ def find_nccl(environment: Mapping[str, str], has_gpu: bool, driver: int = 0) ->
         return Finding("NCCL", version, where, "too old", *missing)
     can_share = number >= NCCL_OF_SHARED_GPUS
     note = "ranks can share a GPU (FARANDOLE_SHARE_GPU)" if can_share else "a GPU per rank"
-    return Finding("NCCL", version, where, note)
+    return Finding("NCCL", version, where, note if has_gpu else _NOT_NEEDED)
 
 
 def find_plugin(environment: Mapping[str, str], has_gpu: bool) -> Finding:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import pathlib
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from farandole import _torch_trace
+from farandole import _flight_folder, _torch_trace
 from farandole.flight import Event, Flight, UnreadableError, clock, in_words, printable, read_folder
 
 _MOST_LINES = 20
@@ -108,7 +109,10 @@ def main(argv: Sequence[str]) -> int:
         prog="farandole explain",
         description="Says from the files in a folder who failed, who waits for whom, and where the ranks part.",
     )
-    parser.add_argument("folder", type=pathlib.Path, help="FARANDOLE_FLIGHT_RECORDER_DIR of the job, of all its hosts")
+    parser.add_argument(
+        "folder", type=pathlib.Path, nargs="?",
+        help="with the files of the job's ranks, of all its hosts; default: of the last job that left any on this host",
+    )  # fmt: skip
     parser.add_argument(
         "--torch", metavar="OUT", type=pathlib.Path,
         help="also write files into OUT for python -m torch.distributed.flight_recorder.fr_trace OUT",
@@ -119,7 +123,13 @@ def main(argv: Sequence[str]) -> int:
 
     arguments = parser.parse_args(argv)
     try:
-        flights = read_folder(arguments.folder, warn)
+        folder = arguments.folder or _flight_folder.newest()
+        if folder is None:
+            raise UnreadableError(f"no job has left files in {_flight_folder.folder_of_jobs()}; give the folder")
+        flights = read_folder(folder, warn)
+        if arguments.folder is None:
+            written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(flights[0].written_s))
+            print(f"The last job that left files, at {written}, in {printable(str(folder))}:")
         print(explain(flights))
         if arguments.torch:
             _torch_trace.write(flights, arguments.torch)

@@ -209,6 +209,29 @@ def test_two_processes_measure_every_collective_and_write_a_report(tmp_path):
     assert picture.stat().st_size > 0 or "matplotlib cannot be imported" in done.stdout
 
 
+def _row(who, size_bytes, ratio, case="allreduce float32"):
+    return {"case": case, "bytes": size_bytes, "implementation": who, "ratio": [0.1, ratio, 9.0]}
+
+
+def test_the_report_ends_with_how_fast_it_is_beside_each_library():
+    rows = [_row(who, size, ratio) for size, ratio in ((4, 5.12), (1 << 20, 3.0), (4 << 20, 2.2))
+            for who in ("farandole", "mpi", "gloo", "rmw")]  # fmt: skip
+    rows.append(_row("gloo", 8, 7.0, "200 x 256 bytes"))
+    of = "5.12 times as fast as {0} at 4 bytes and 2.20 times as fast as {0} at 4 MiB"
+    assert bench.comparison(rows) == f"allreduce float32: Farandole is {of.format('mpi')}; {of.format('gloo')}."
+    assert bench.comparison([row for row in rows if row["implementation"] == "farandole"]) == ""
+    assert bench.comparison([]) == ""
+
+
+def test_help_is_printed_by_rank_0_alone(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    assert bench.main(["--help"]) == 0 and capsys.readouterr().out == ""
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit):
+        bench.main(["--help"])
+    assert capsys.readouterr().out.startswith("usage: farandole bench")
+
+
 def test_a_picture_has_bars_in_milliseconds_and_one_colour_for_each_library(tmp_path):
     matplotlib = pytest.importorskip("matplotlib")
     rows = [

@@ -1,6 +1,8 @@
 """What errors know besides their text: the ranks that failed, the cause, the tensor."""
 
+import io
 import pickle
+import sys
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ import torch
 
 import farandole as fl
 import farandole.torch as flt
-from farandole import objects
+from farandole import basics, objects
 from ranks import run_threads
 
 
@@ -83,3 +85,19 @@ def test_what_is_known_is_pickled():
     for error in run_threads(2, body):
         again = pickle.loads(pickle.dumps(error))
         assert facts(again) == facts(error) == ((), None, "loss") and str(again) == str(error)
+
+
+def test_an_uncaught_error_is_shown_by_pythons_hook_unless_frames_are_left_out(monkeypatch):
+    shown = []
+
+    def hook(kind, error, trace):
+        shown.append(kind)
+
+    monkeypatch.setattr(sys, "__excepthook__", hook)
+    monkeypatch.setattr(basics._Process, "show_uncaught", staticmethod(hook))
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    basics._report_uncaught(KeyError, KeyError("x"), None)
+    basics._report_uncaught(fl.MismatchError, fl.MismatchError("x"), None)  # nor fails where nobody can be told
+    assert shown == [KeyError]

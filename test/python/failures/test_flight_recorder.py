@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import farandole as fl
-from farandole import flight, ps
+from farandole import _flight_folder, flight, ps
 from farandole.__main__ import main
 from ranks import PYTHON_PATH, free_port, run_threads
 
@@ -178,6 +178,176 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+_FAILS = """
+import os
+import numpy as np
+import farandole as fl
+fl.init()
+if fl.rank() == 1:
+    os.kill(os.getpid(), 9)
+fl.allreduce(np.ones(2), name="y")
+"""
+
+_LEAVES = """
+import os, signal
+import farandole as fl
+fl.init()
+os.kill(os.getpid(), signal.SIGUSR1)
+fl.shutdown()
+"""
+
+
+def environment_with(state, **variables):
+    own = {name: value for name, value in os.environ.items() if name != _flight_folder.VARIABLE}
+    return own | {"XDG_STATE_HOME": str(state), "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"} | variables
+
+
+def fail_under_farandolerun(state, script=_FAILS, code=128 + signal.SIGKILL, hosts=(), **variables):
+    """The last line of the launcher, which ends with this code."""
+    command = [sys.executable, "-m", "farandole.runner", "-np", "2", *hosts, sys.executable, "-c", script]
+    environment = environment_with(state, **variables)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+SAYS = "what the ranks did last: farandole explain "
+
+
+def test_a_job_that_fails_leaves_files_in_a_folder_that_the_launcher_names(tmp_path, capsys, monkeypatch):
+    line = fail_under_farandolerun(tmp_path)
+    assert line.startswith(f"farandolerun: {SAYS}{tmp_path}/farandole/")
+    (folder,) = (tmp_path / "farandole").iterdir()
+    assert line.endswith(f" {folder}") and folder.stat().st_mode & 0o777 == 0o700
+    assert set(files(folder)) == {0, 1}
+    text = explained(folder, capsys)
+    assert text.startswith("The job ended by this error: rank 1 (pid ")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert main(["explain"]) == 0
+    head, _, rest = capsys.readouterr().out.partition("\n")
+    assert head.startswith("The last job that left files, at 2") and head.endswith(f", in {folder}:") and rest == text
+
+
+@pytest.mark.parametrize("off", ["", "none"])
+def test_a_job_that_fails_leaves_nothing_where_that_is_off(tmp_path, off):
+    assert SAYS not in fail_under_farandolerun(tmp_path, FARANDOLE_FLIGHT_RECORDER_DIR=off)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_error_of_the_program_alone_leaves_no_folder(tmp_path):
+    assert SAYS not in fail_under_farandolerun(tmp_path, "raise KeyError('x')", 1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_whose_name_has_a_space_is_named_as_a_shell_reads_it(tmp_path):
+    line = fail_under_farandolerun(tmp_path / "a b")
+    (folder,) = (tmp_path / "a b" / "farandole").iterdir()
+    assert line == f"farandolerun: {SAYS}'{folder}'"
+
+
+def test_ranks_of_another_host_leave_files_below_its_own_users(tmp_path):
+    agent = tmp_path / "agent"
+    agent.write_text(f"#!/bin/sh\nshift; HOME={tmp_path}/theirs exec \"$@\"\n")
+    agent.chmod(0o755)
+    for host in ("ours", "theirs"):
+        (tmp_path / host).mkdir()
+    place = {"HOME": str(tmp_path / "ours"), "FARANDOLE_AGENT": str(agent)}
+    script = _FAILS.replace("rank() == 1", "rank() == 0")
+    line = fail_under_farandolerun("", script, hosts=["-H", "localhost:1,far:1"], **place)
+    (folder,) = tmp_path.glob("theirs/.local/state/farandole/*")
+    assert 1 in files(folder) and not list((tmp_path / "ours").iterdir())
+    named = tmp_path / "ours/.local/state/farandole" / folder.name
+    assert line == f"farandolerun: {SAYS}{named}, on the hosts where they have left files"
+
+
+@pytest.mark.parametrize("is_wanted", [False, True])
+def test_the_folders_above_that_of_the_user_are_not_made(tmp_path, is_wanted):
+    folder = tmp_path / ("." if is_wanted else "made") / "not" / "mounted"
+    given = f"{tmp_path}/./not/mounted" if is_wanted else str(folder)
+    environment = environment_with(tmp_path, FARANDOLE_FLIGHT_RECORDER_DIR=given)
+    subprocess.run([sys.executable, "-c", _LEAVES], env=environment, check=True, timeout=60)
+    assert len(files(folder)) == is_wanted and folder.exists() == is_wanted
+    assert is_wanted or not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("local_rank", ["", "0", "1"])
+def test_under_another_launcher_the_first_rank_of_a_host_names_the_folder(tmp_path, local_rank):
+    place = {"LOCAL_RANK": local_rank} if local_rank else {}
+    place |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _FAILS], env=environment_with(tmp_path, **place, RANK=str(rank)),
+            stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    (folder,) = (tmp_path / "farandole").iterdir()
+    assert (said[0].splitlines()[-1] == f"farandole: {SAYS}{folder}") == (local_rank != "1")
+    assert said[0].count(SAYS) == (local_rank != "1")
+    assert set(files(folder)) == {0, 1}
+
+
+_NAMES = {  # what a launcher sets beside the size: the name of the job's folder, by default the parent's
+    "torchrun with a run id": ({"TORCHELASTIC_RUN_ID": "a/b"}, "a_b"),
+    "torchrun without": ({"TORCHELASTIC_RUN_ID": "none"}, None),
+    "Open MPI": ({"PMIX_NAMESPACE": "prterun-a-1@1"}, "prterun-a-1_1"),
+    "srun": ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "2"}, "7_2"),
+    "torchrun in a shell of srun": ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "1"}, None),
+}
+
+
+@pytest.mark.parametrize("case", _NAMES)
+def test_ranks_with_different_parents_find_the_folder_of_their_job(tmp_path, case):
+    given, name = _NAMES[case]
+    script = "from farandole import _flight_folder; print(_flight_folder.for_rank())"
+    environment = environment_with(tmp_path, **given, WORLD_SIZE="2")
+    wrapped = ["sh", "-c", '"$@"; true', "sh", sys.executable, "-c", script]
+    said = {subprocess.check_output(wrapped, env=environment, text=True, timeout=60) for _ in range(2)}
+    assert said == {f"/.{tmp_path}/farandole/{name}\n"} if name else len(said) == 2
+
+
+@pytest.mark.parametrize("size", [64, 65])
+def test_a_large_job_has_no_folder_unless_asked(tmp_path, monkeypatch, size):
+    monkeypatch.delenv(_flight_folder.VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("WORLD_SIZE", str(size))
+    monkeypatch.setattr(_flight_folder, "_chosen", "")
+    assert bool(_flight_folder.for_launcher(size)) == bool(_flight_folder.for_rank()) == (size == 64)
+
+
+def test_only_the_folders_of_the_last_jobs_stay(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    now_s = time.time()
+    for number in range(14):
+        folder = tmp_path / "farandole" / str(number)
+        folder.mkdir(parents=True)
+        leave(folder, 0, 1, [])
+        age_s = 40 * 86400 if number == 2 else number * 3700
+        os.utime(folder, (now_s - age_s, now_s - age_s))
+    (tmp_path / "farandole" / "12" / "mine").touch()
+    os.utime(tmp_path / "farandole" / "12", (now_s - 12 * 3700, now_s - 12 * 3700))
+    assert _flight_folder.has_files(str(tmp_path / "farandole" / "0"))
+    kept = {path.name for path in (tmp_path / "farandole").iterdir()}
+    assert kept == {"0", "1", *map(str, range(3, 11)), "12"}  # where files are that no rank has left
+    assert (tmp_path / "farandole" / "12" / "mine").exists()
+
+
+def test_folders_of_jobs_that_may_still_run_stay_and_what_is_no_folder_is_no_jobs(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    parent = tmp_path / "farandole"
+    for number in range(14):
+        (parent / str(number)).mkdir(parents=True)
+        leave(parent / str(number), 0, 1, [])
+        os.utime(parent / str(number), (time.time() - 1000 + number,) * 2)
+    assert _flight_folder.has_files(str(parent / "0"))
+    assert len(list(parent.iterdir())) == 14
+    (parent / "notes").touch()
+    (parent / "link").symlink_to(tmp_path)
+    (parent / "gone").symlink_to(tmp_path / "gone")
+    assert _flight_folder.newest() == parent / "13"
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path, capsys):
     assert main(["explain", str(tmp_path)]) == 1
     assert f"{tmp_path}: no files of flight recorders" in capsys.readouterr().err
@@ -308,6 +478,28 @@ def test_ps_reads_no_more_ranks_than_the_memory_holds():
     finally:
         os.close(memory)
     assert len(mine) == 1 and 'allreduce "a\\x1bb"' in line
+
+
+def test_ps_finds_a_rank_that_opens_and_closes_files_meanwhile():
+    script = f"""
+import fcntl, os, struct
+ring = bytearray({flight._RING})
+ring[:{flight._HEADER.size}] = struct.pack({flight._HEADER.format!r}, {flight._MAGIC!r}, 0, 1, 0, os.getpid(), 0)
+memory = os.memfd_create("flight-farandole")
+os.write(memory, ring)
+fcntl.fcntl(memory, fcntl.F_DUPFD, 100)  # a number after those of the files
+os.close(memory)
+print("here", flush=True)
+while True:
+    for file in [os.open("/dev/null", os.O_RDONLY) for _ in range(9)]:
+        os.close(file)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as rank:
+        try:
+            assert rank.stdout.readline() == "here\n"
+            assert all(any(job[0].pid == rank.pid for job in flight.running()) for _ in range(8))
+        finally:
+            rank.kill()
 
 
 def test_ps_lists_ranks_that_share_no_memory():

@@ -123,6 +123,13 @@ def test_a_machine_with_all_it_needs_is_reported_with_versions_and_files(monkeyp
     assert (plugin.version, plugin.where) == (farandole.__version__, "/lib/libfarandole_cuda.so")
 
 
+def test_without_a_gpu_nothing_is_said_of_what_an_nccl_that_is_installed_can(monkeypatch):
+    monkeypatch.setattr(doctor, "load", answers(**HEALTHY | {"cuda": HEALTHY["cuda"] | {"gpus": []}}))
+    monkeypatch.setattr(doctor, "_DRIVER", "/absent")
+    nccl = doctor.find_gpu({})[1]
+    assert (nccl.version, nccl.note, nccl.is_missing) == ("2.32.3", doctor._NOT_NEEDED, False)
+
+
 @pytest.mark.parametrize("number, version", [(2708, "2.7.8"), (21705, "2.17.5")])
 def test_an_nccl_older_than_2_18_is_too_old(monkeypatch, number, version):
     monkeypatch.setattr(doctor, "load", answers(**HEALTHY | {"nccl": {"number": number}}))
@@ -184,8 +191,15 @@ def test_the_text_gives_both_figures_with_their_units():
 
 def test_the_command_farandole_knows_its_words(capsys):
     assert command.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"farandole {farandole.__version__}\n"
+    version, build, found, missing = capsys.readouterr().out.splitlines()
+    assert version == f"farandole {farandole.__version__}"
+    assert build.endswith(f", in {pathlib.Path(farandole.__file__).parent}")
+    assert found.startswith("found: Python 3.") and f", NumPy {importlib.metadata.version('numpy')}" in found
+    named = ", ".join([found.removeprefix("found: "), missing.removeprefix("not found: ")]).split(", ")
+    assert sorted(one.split()[0] for one in named) == sorted(one.name for one in doctor.find_all(os.environ)[1:])
     assert command.main(["docter"]) == 2
-    assert capsys.readouterr().err == 'farandole: "docter" is not a command; it is doctor, explain, ps, run or verify\n'
+    commands = "bench, doctor, explain, ps, report, run, top, trace or verify"
+    assert capsys.readouterr().err == f'farandole: "docter" is not a command; it is {commands}\n'
     assert command.main(["run", "-np", "0", "true"]) == 2
     assert command.main([]) == 2
+    assert capsys.readouterr().out.splitlines()[-4:] == [version, build, found, missing]

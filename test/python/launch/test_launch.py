@@ -95,8 +95,8 @@ def test_what_a_job_prints(case):
 
 
 @pytest.mark.parametrize(("script", "count"), [("", 1), ("import farandole; farandole.init()", 0)])
-def test_programs_that_did_not_join_the_job_are_told_once(script, count):
-    done = launch("-np", 2, PYTHON, "-c", script)
+def test_programs_that_did_not_join_an_elastic_job_are_told_once(script, count):
+    done = launch("-np", 2, "--elastic", PYTHON, "-c", script)
     hints = [line for line in done.stderr.splitlines() if line.startswith("farandolerun: no rank has joined the job: ")]
     assert (done.returncode, len(hints)) == (0, count), done.stderr
 
@@ -211,7 +211,7 @@ def test_the_first_failing_ranks_traceback_can_be_read_in_one_piece():
     lines = done.stderr.splitlines()
     assert done.returncode == 1
     assert lines[0] == "farandolerun: rank 1 has failed: KeyError: 'broken'", done.stderr
-    of_others = [number for number, line in enumerate(lines) if line[:3] in ("[0]", "[2]")]
+    of_others = [number for number, line in enumerate(lines) if line.startswith(("[0]", "[2]", "[0,2]"))]
     verdict = next(line for line in lines if "rank 1 failed first, with exit code 1; pid " in line)
     if lines.index("[1] KeyError: 'broken'") > min(of_others):  # mixed: it is shown again
         assert verdict.endswith("; its error once more:")
@@ -357,6 +357,73 @@ def test_variables_with_unusual_names_reach_other_hosts_too(tmp_path):
     unusual = {"my-own.name": "a  b\nc", "f()": "\xe4"}
     done = launch("-H", "far:1", "printenv", *unusual, **unusual, **agent(tmp_path, ELSEWHERE))
     assert done.stdout == "[0] a  b\n[0] c\n[0] \xe4\n", done.stderr
+
+
+def test_threads_are_said_of_the_first_host_that_shares_its_cores(tmp_path):
+    done = launch("-H", "localhost:1,far:2", "true", OMP_NUM_THREADS="", **agent(tmp_path, ELSEWHERE))
+    where = f"on each of 2 ranks of {socket.gethostname()}; set it to choose another number"
+    assert done.stderr == f"farandolerun: OMP_NUM_THREADS={max(1, CORES // 2)} {where}\n"
+
+
+def test_threads_of_an_elastic_job_are_said_of_all_that_there_may_be():
+    done = launch("-H", "localhost:2", "-np", 1, "--elastic", "true", OMP_NUM_THREADS="")
+    where = f"on each of 2 ranks that {socket.gethostname()} has room for; set it to choose another number"
+    assert done.stderr == f"farandolerun: OMP_NUM_THREADS={max(1, CORES // 2)} {where}\n"
+
+
+DIFFERS = PRELUDE + """
+try:
+    fl.allreduce(np.ones(2 + fl.rank()), name="x")
+except fl.MismatchError as error:
+    raise RuntimeError("in a step") from error
+"""
+
+
+@pytest.mark.parametrize("full", ["", "1"])
+def test_a_traceback_shows_the_programs_frames_alone_unless_all_are_asked_for(full):
+    done = launch("-np", 2, PYTHON, "-c", DIFFERS, FARANDOLE_FULL_TRACEBACK=full)
+    assert done.returncode == 1
+    assert ("ops.py" in done.stderr) == bool(full), done.stderr
+    marks = re.findall(r"\[([\d,-]+)\] RuntimeError: in a step", done.stderr)
+    assert "".join(sorted(set("".join(marks)) - {"-", ","})) == "01"  # "0-1", unless one came late
+    assert "direct cause of the following" in done.stderr and "MismatchError: allreduce" in done.stderr
+
+
+_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK")
+SHOW_TORCHRUNS = f"echo {' '.join(f'${name}' for name in _OF_TORCHRUN)} $MASTER_ADDR:$MASTER_PORT"
+
+
+def test_ranks_have_the_variables_of_torchrun(tmp_path):
+    done = launch("-H", "localhost:1,far:2", "sh", "-c", SHOW_TORCHRUNS, RANK="7", **agent(tmp_path, ELSEWHERE))
+    places, masters = zip(*(line.rsplit(" ", 1) for line in lines_of(done.stdout)))
+    assert places == ("[0] 0 3 0 1 0 0", "[1] 1 3 0 2 1 1", "[2] 2 3 1 2 1 1"), done.stderr
+    assert len(set(masters)) == 1 and re.fullmatch(r"\S+:\d+", masters[0])
+
+
+def test_ranks_keep_the_users_own_place_of_torchs_store():
+    done = launch("-np", 1, "sh", "-c", SHOW_TORCHRUNS, MASTER_ADDR="own", MASTER_PORT="77")
+    assert done.stdout == "[0] 0 1 0 1 0 0 own:77\n", done.stderr
+    done = launch("-np", 1, "sh", "-c", SHOW_TORCHRUNS, MASTER_ADDR="own")  # of a cluster's profile
+    assert re.fullmatch(r"\[0\] 0 1 0 1 0 0 127\.0\.0\.1:\d+\n", done.stdout), done.stderr
+
+
+def test_ranks_of_an_elastic_job_whose_numbers_change_have_none_of_torchruns():
+    assert launch("-np", 2, "--elastic", "sh", "-c", SHOW_TORCHRUNS).stdout == "[0] :\n[1] :\n"
+
+
+def test_the_port_of_torchs_store_is_kept_for_it():
+    """Whoever asks the kernel for a port does not get it, and rank 0 can listen there."""
+    script = """
+import os, socket
+port = int(os.environ["MASTER_PORT"])
+with socket.socket() as stranger:
+    try:
+        stranger.bind(("", port))
+    except OSError:
+        print("kept")
+socket.create_server(("", port)).close()
+"""
+    assert launch("-np", 1, PYTHON, "-c", script).stdout == "[0] kept\n"
 
 
 @pytest.mark.parametrize("hosts", ["localhost:1,far:2", "far:2,localhost:1"])

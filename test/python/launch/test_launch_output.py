@@ -1,17 +1,22 @@
 """Lines on the screen and in files; and which rank failed first, played with times instead of processes."""
 
+import datetime
 import io
+import itertools
 import random
 
 import pytest
 
+from farandole.runner import output
 from farandole.runner.output import (
     CONSEQUENCES_AFTER_S,
     MAX_LINE_BYTES,
+    MERGE_S,
     REPORT_AFTER_S,
     FirstFailure,
     Line,
     LineSplitter,
+    Merger,
     Writer,
 )
 
@@ -117,19 +122,23 @@ def test_an_error_that_the_program_handles_is_not_told(play):
 @pytest.mark.parametrize("facts", [
     {"failed_ranks": []}, {"failed_ranks": [0, 1, 2], "kind": "diverged", "cause": "ranks wait"},
 ])  # fmt: skip
-def test_of_an_error_that_all_ranks_raise_no_rank_is_blamed(play, facts):
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_of_an_error_that_all_ranks_raise_no_rank_is_blamed_and_it_is_shown_whole(play, facts, is_mixed):
     text = "".join(text + "\n" for text in [*TRACEBACK, "MismatchError: shapes differ"])
     for rank in (2, 0, 1):
         play.failure.reported(rank, text, False, 1.0 + rank / 100, facts | {"is_shared": True})
-    for rank in (2, 0, 1):
-        play.writes(rank, text.splitlines())
+    lines = text.splitlines()
+    if is_mixed:
+        play.writes(0, lines[0])
+    for rank, rest in {2: lines, 0: lines[is_mixed:], 1: lines}.items():
+        play.writes(rank, rest)
         play.ends(rank, 1, 1.1)
     play.failure.tick(1.1 + REPORT_AFTER_S)
     assert play.shown[0] == "farandolerun: MismatchError: shapes differ"
-    assert play.blamed() == [
-        "no rank failed first: ranks 0, 1, 2 ended by the same error, with exit code 1; as rank 0 wrote it:"
-    ]
-    assert play.shown[-1] == "[0] MismatchError: shapes differ" and play.failure.finish() == 1
+    blamed = "no rank failed first: ranks 0, 1, 2 ended by the same error, with exit code 1"
+    assert play.blamed() == [blamed + "; as rank 0 wrote it:" * is_mixed]
+    assert not is_mixed or play.shown[-1] == "[0] MismatchError: shapes differ"
+    assert play.failure.finish() == 1
 
 
 def test_of_an_error_with_many_lines_the_first_is_said(play):
@@ -237,6 +246,99 @@ def test_a_rank_killed_after_its_error_failed_with_1(play):
     play.ends(1, -15, 1.6)
     assert play.blamed() == ["rank 1 failed first, with exit code 1"]
     assert play.failure.finish() == 1
+
+
+CHAINED = [*ERROR, "", "During handling of the above exception, another exception occurred:", "", *ERROR]
+STALL = "[farandole {}/3] warning: stalled for 10 s: missing: rank 1"
+#: What ranks write, one line in turn ("out: " to stdout), and what is shown.
+MERGED = {
+    "a traceback of all, however they mix": (
+        {0: ERROR, 1: ERROR, 2: ERROR}, [f"[0-2] {line}" for line in ERROR],
+    ),
+    "of some, and another one": (
+        {0: ERROR, 1: ABORTED, 2: ERROR, 4: ERROR}, [*(f"[0,2,4] {line}" for line in ERROR), *marked(1, ABORTED)],
+    ),
+    "with what it is chained to": (
+        {0: CHAINED, 1: CHAINED}, [f"[0-1] {line}" for line in CHAINED],
+    ),
+    "a line of Farandole's log": (
+        {0: [STALL.format(0)], 2: [STALL.format(2)]}, ["[0,2] " + STALL.replace(" {}/3", "")],
+    ),
+    "not what one rank alone says": ({0: [STALL.format(0)]}, marked(0, [STALL.format(0)])),
+    "each rank's lines stay in order": (
+        {0: [STALL.format(0), "a", STALL.format(0)], 1: [STALL.format(1), "b", "c"]},
+        ["[0-1] " + STALL.replace(" {}/3", ""), "[0] a", f"[0] {STALL.format(0)}", "[1] b", "[1] c"],
+    ),
+    "nor lines of the program": ({0: ["a"], 1: ["a"]}, ["[0] a", "[1] a"]),
+    "nor its output": (
+        {0: [STALL.format(0), "out: a"], 1: [STALL.format(1), "out: a"]},
+        ["[0-1] " + STALL.replace(" {}/3", ""), "[0] a", "[1] a"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MERGED)
+def test_errors_and_warnings_of_several_ranks_are_shown_once(case):
+    said, shown = MERGED[case]
+    both = io.BytesIO()
+    writer = Writer(both, both)
+    merger = Merger(writer.show)
+    for texts in itertools.zip_longest(*said.values()):
+        for rank, text in zip(said, texts):
+            if text is not None:
+                line = text.removeprefix("out: ")
+                merger.add(Line(rank, line == text, line.encode() + b"\n"), 1.0)
+    merger.tick(1.0 + MERGE_S)
+    assert both.getvalue().decode().splitlines() == shown
+
+
+def test_of_many_ranks_each_text_is_looked_at_once(monkeypatch):
+    texts, text_of = [], output._text_of
+    monkeypatch.setattr(output, "_text_of", lambda block: texts.append(text_of(block)) or texts[-1])
+    shown = []
+    merger = Merger(shown.append)
+    for rank in range(1000):
+        for text in [*ERROR, f"own {rank}", *ERROR]:
+            merger.add(Line(rank, True, text.encode() + b"\n"), 1.0)
+    merger.flush()
+    assert len(texts) == 3 * 1000
+    # Rank 0's first, then its own line; the second one waits until the others' own lines are shown.
+    assert [line.mark for line in shown[: len(ERROR) + 1]] == ["0-999"] * len(ERROR) + ["0"]
+    assert len(shown) == len(ERROR) + 1000 * (1 + len(ERROR))
+
+
+def test_a_line_that_waits_has_the_time_at_which_it_came(monkeypatch):
+    came_s = 1_700_000_000.25
+    monkeypatch.setattr(output.time, "time", lambda: came_s)
+    both = io.BytesIO()
+    merger = Merger(Writer(both, both, with_timestamp=True).show)
+    for rank in range(2):
+        merger.add(Line(rank, True, STALL.format(rank).encode() + b"\n"), 1.0)
+    merger.flush()
+    came = datetime.datetime.fromtimestamp(came_s).isoformat(" ", "milliseconds")
+    assert both.getvalue().decode().startswith(f"{came} [0-1] [farandole] warning: ")
+
+
+def test_only_errors_and_warnings_wait_for_those_of_others():
+    shown = []
+    merger = Merger(shown.append)
+    for level in ("info", "debug"):
+        merger.add(Line(0, True, f"[farandole 0/2] {level}: x\n".encode()), 1.0)
+    assert len(shown) == 2
+    for line in ("[farandole 0/2] warning: x", "[farandole 0/2] info: y"):  # its own stay in order
+        merger.add(Line(0, True, line.encode()), 1.0)
+    assert len(shown) == 2
+
+
+def test_a_rank_that_is_late_is_shown_by_itself():
+    both = io.BytesIO()
+    merger = Merger(Writer(both, both).show)
+    for rank, at_s in enumerate((1.0, 1.1, 1.0 + MERGE_S)):
+        merger.tick(at_s)
+        merger.add(Line(rank, True, STALL.format(rank).encode() + b"\n"), at_s)
+    merger.flush()
+    lines = both.getvalue().decode().splitlines()
+    assert [line.split()[0] for line in lines] == ["[0-1]", "[2]"]
 
 
 def test_lines_come_out_whole_however_they_are_split():

@@ -48,7 +48,7 @@ def start_for_mpirun(address, *program, runs_function=False, version=supervisor.
     said = {
         "version": version, "token": "t", "addresses": [address], "machine": supervisor.machine(),
         "runs_function": runs_function, "tmpdirs": ["/of/mpirun", "/of/the/ranks"],
-        "environment": {"of-the.job": "two\nlines"},
+        "environment": {"of-the.job": "two\nlines"}, "size": 2, "master_port": 0,
     }  # fmt: skip
     environment = CLEAN | variables | {supervisor.VARIABLE: json.dumps(said)}
     command = [sys.executable, "-I", "-S", FILE, *program]

@@ -164,6 +164,16 @@ def test_srun_without_mpi(digests, slurm, nodes, ranks):
     check(slurm.run("srun", "--mpi=none", *SCRIPT, nodes=nodes, tasks=ranks), digests[ranks], ranks)
 
 
+@pytest.mark.once
+def test_srun_with_a_key_and_ports_as_the_documents_have_it(digests, slurm, tmp_path):
+    """And without the bytes of the key there is no job."""
+    key = tmp_path / "key"
+    words = ["env", f"FARANDOLE_KEY_FILE={key}", "FARANDOLE_PORTS=14000-14999", "srun", "--mpi=none", *SCRIPT]
+    make = f'umask 077 && head -c $0 /dev/urandom >{key} && exec "$@"'
+    check(slurm.run("sh", "-c", make, "32", *words), digests[2])
+    assert f"FARANDOLE_KEY_FILE={key}: it does not hold 32 bytes" in slurm.run("sh", "-c", make, "31", *words).stdout
+
+
 @pytest.fixture(scope="module")
 def tutorial_digest():
     """Of the tutorial's script over gloo, on two ranks."""

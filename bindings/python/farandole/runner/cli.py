@@ -17,11 +17,13 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import farandole
-from farandole.runner import hosts, mpirun
+from farandole import _flight_folder
+from farandole.runner import hosts, mpirun, supervisor
 from farandole.runner.job import Job
 from farandole.runner.options import Host, Options, UsageError
 from farandole.runner.output import Writer
@@ -72,54 +74,68 @@ _TYPES: dict[str, Callable[[str], object]] = {
     "MB": lambda text: int(_MB(text) * 2**20),
     "LEVEL": _level,
 }
-# Flags, the field of Options or the variable of the ranks that each sets (to 1 if nothing is said),
+# By group: flags, the field of Options or the variable of the ranks that each sets (to 1 if nothing is said),
 # and its help.
-_FLAGS = [
-    ("-np --num-proc RANKS", "np", "the number of ranks; default with hosts: all their slots"),
-    ("-H --hosts HOST:SLOTS,...", "-H", "the hosts to run on, filled in this order"),
-    ("-hostfile --hostfile FILE", "--hostfile", 'the hosts, as lines of "HOST slots=N"'),
-    ("--host-discovery-script FILE", "--host-discovery-script",
-     'run every second; it prints the hosts as "HOST:SLOTS"; implies --elastic (once, with --mpi)'),
-    ("--slots-per-host SLOTS", "slots_per_host", "slots of a host that is given without a number"),
-    ("-p --ssh-port PORT", "ssh_port", "ssh port of the other hosts"),
-    ("-i --ssh-identity-file FILE", "ssh_identity_file", "ssh key for the other hosts"),
-    ("--network-interfaces --network-interface NAME,...", "network_interfaces", "networks to use, such as eth0"),
-    ("--elastic", "is_elastic", "ranks come and go: what ends is started again, hosts are added and dropped"),
-    ("--min-np --min-num-proc RANKS", "min_np", "with fewer ranks it waits for others; default 1; implies --elastic"),
-    ("--max-np --max-num-proc RANKS", "max_np", "start no more ranks than these; implies --elastic"),
-    ("--elastic-timeout SECONDS", "--elastic-timeout", "end if there are too few ranks for so long; default 600"),
-    ("--reset-limit COUNT", "reset_limit", "start ranks again so often, all together; default: any number"),
-    ("--blacklist-cooldown-range SECONDS SECONDS", "--blacklist-cooldown-range",
-     "wait so long before a rank is started again: from the first, doubled each time, to the second; default 1 60"),
-    ("--job FOLDER", "job", "a later farandolerun --elastic finds the ranks by it, if this one is killed"),
-    ("--gloo", "network=tcp", "start ranks without mpirun, on TCP; the default"),
-    ("--mpi", "network=mpi", "start ranks with mpirun, on MPI"),
-    ("--tcp", "tcp", "use only TCP"),
-    ("--mpi-args WORDS", "--mpi-args", 'flags for mpirun, as in --mpi-args="--map-by node"'),
-    ("--binding-args WORDS", "--binding-args", 'flags for mpirun instead of "--bind-to none"'),
-    ("--config-file FILE", "--config-file", "flags as YAML; the command line overrides them"),
-    ("--start-timeout SECONDS", "FARANDOLE_INIT_TIMEOUT_S",
-     "all ranks must have started, and called init, within this; default 60"),
-    ("--no-hierarchical-allreduce", "FARANDOLE_HIERARCHICAL_ALLREDUCE=0",
-     "use only the network between ranks of several hosts"),
-    ("--fusion-threshold-mb MB", "FARANDOLE_FUSION_THRESHOLD",
-     "tensors are fused up to this size in MiB; 0: each by itself"),
-    ("--stall-check-warning-time-seconds SECONDS", "FARANDOLE_STALL_WARNING_S",
-     "report a tensor that has waited this long for a rank"),
-    ("--stall-check-shutdown-time-seconds SECONDS", "FARANDOLE_STALL_SHUTDOWN_S",
-     "end the job by an error on all ranks when a tensor has waited this long; default 0: never"),
-    ("--no-stall-check", "FARANDOLE_STALL_CHECK_DISABLE", "neither report stalls nor end the job"),
-    ("--timeline-filename FILE", "FARANDOLE_TIMELINE", "write a timeline for chrome://tracing"),
-    ("--timeline-mark-cycles", "FARANDOLE_TIMELINE_MARK_CYCLES", "mark rank 0's decisions in the timeline"),
-    ("--log-level LEVEL", "FARANDOLE_LOG_LEVEL", f"least severe message: {', '.join(_LEVELS)}"),
-    ("--output-filename DIR", "output_filename", "also write DIR/rank.N/stdout and stderr"),
-    ("-prefix-timestamp --prefix-output-with-timestamp", "with_timestamp", "put the time before each line"),
-    ("--verbose", "verbose", "print what runs, and which MPI is used"),
-    ("--dry-run", "dry_run", "print what would run on each host, or mpirun's command line, and exit"),
-    ("-cb --check-build", "check_build", "print what this installation supports, and exit"),
-    ("--horovod", "horovod", 'make "import horovod" import Farandole; horovodrun implies it'),
-    ("-v --version", "version", "print the version and exit"),
-]  # fmt: skip
+_FLAGS: dict[str, list[tuple[str, str, str]]] = {
+    "ranks and hosts": [
+        ("-np --num-proc RANKS", "np", "the number of ranks; default with hosts: all their slots"),
+        ("-H --hosts HOST:SLOTS,...", "-H", "the hosts to run on, filled in this order"),
+        ("-hostfile --hostfile FILE", "--hostfile", 'the hosts, as lines of "HOST slots=N"'),
+        ("--host-discovery-script FILE", "--host-discovery-script",
+         'run every second; it prints the hosts as "HOST:SLOTS"; implies --elastic (once, with --mpi)'),
+        ("--slots-per-host SLOTS", "slots_per_host", "slots of a host that is given without a number"),
+        ("-p --ssh-port PORT", "ssh_port", "ssh port of the other hosts"),
+        ("-i --ssh-identity-file FILE", "ssh_identity_file", "ssh key for the other hosts"),
+        ("--network-interfaces --network-interface NAME,...", "network_interfaces", "networks to use, such as eth0"),
+    ],
+    "a number of ranks that changes": [
+        ("--elastic", "is_elastic", "ranks come and go: what ends is started again, hosts are added and dropped"),
+        ("--min-np --min-num-proc RANKS", "min_np",
+         "with fewer ranks it waits for others; default 1; implies --elastic"),
+        ("--max-np --max-num-proc RANKS", "max_np", "start no more ranks than these; implies --elastic"),
+        ("--elastic-timeout SECONDS", "--elastic-timeout", "end if there are too few ranks for so long; default 600"),
+        ("--reset-limit COUNT", "reset_limit", "start ranks again so often, all together; default: any number"),
+        ("--blacklist-cooldown-range SECONDS SECONDS", "--blacklist-cooldown-range",
+         "wait so long before a rank is started again: from the first, doubled each time, to the second; default 1 60"),
+        ("--job FOLDER", "job", "a later farandolerun --elastic finds the ranks by it, if this one is killed"),
+    ],
+    "network": [
+        ("--gloo", "network=tcp", "start ranks without mpirun, on TCP; the default"),
+        ("--mpi", "network=mpi", "start ranks with mpirun, on MPI"),
+        ("--tcp", "tcp", "use only TCP"),
+        ("--mpi-args WORDS", "--mpi-args", 'flags for mpirun, as in --mpi-args="--map-by node"'),
+        ("--binding-args WORDS", "--binding-args", 'flags for mpirun instead of "--bind-to none"'),
+    ],
+    "settings and time limits": [
+        ("--config-file FILE", "--config-file", "flags as YAML; the command line overrides them"),
+        ("--start-timeout SECONDS", "FARANDOLE_INIT_TIMEOUT_S",
+         "all ranks must have started, and called init, within this; default 60"),
+        ("--no-hierarchical-allreduce", "FARANDOLE_HIERARCHICAL_ALLREDUCE=0",
+         "use only the network between ranks of several hosts"),
+        ("--fusion-threshold-mb MB", "FARANDOLE_FUSION_THRESHOLD",
+         "tensors are fused up to this size in MiB; 0: each by itself"),
+        ("--autotune", "FARANDOLE_AUTOTUNE", "try sizes of groups of gradients while training, and keep the best"),
+        ("--no-autotune", "FARANDOLE_AUTOTUNE=0", "try none, whatever the environment says"),
+        ("--autotune-log-file FILE", "FARANDOLE_AUTOTUNE_LOG", "where rank 0 writes what autotuning has found"),
+        ("--stall-check-warning-time-seconds SECONDS", "FARANDOLE_STALL_WARNING_S",
+         "report a tensor that has waited this long for a rank"),
+        ("--stall-check-shutdown-time-seconds SECONDS", "FARANDOLE_STALL_SHUTDOWN_S",
+         "end the job by an error on all ranks when a tensor has waited this long; default 0: never"),
+        ("--no-stall-check", "FARANDOLE_STALL_CHECK_DISABLE", "neither report stalls nor end the job"),
+    ],
+    "output and diagnosis": [
+        ("--timeline-filename FILE", "FARANDOLE_TIMELINE", "write a timeline for chrome://tracing"),
+        ("--timeline-mark-cycles", "FARANDOLE_TIMELINE_MARK_CYCLES", "mark rank 0's decisions in the timeline"),
+        ("--log-level LEVEL", "FARANDOLE_LOG_LEVEL", f"least severe message: {', '.join(_LEVELS)}"),
+        ("--output-filename DIR", "output_filename", "also write DIR/rank.N/stdout and stderr"),
+        ("-prefix-timestamp --prefix-output-with-timestamp", "with_timestamp", "put the time before each line"),
+        ("--verbose", "verbose", "print what runs, and which MPI is used"),
+        ("--dry-run", "dry_run", "print what would run on each host, or mpirun's command line, and exit"),
+        ("-cb --check-build", "check_build", "print what this installation supports, and exit"),
+        ("--horovod", "horovod", 'make "import horovod" import Farandole; horovodrun implies it'),
+        ("-v --version", "version", "print the version and exit"),
+    ],
+}  # fmt: skip
 # Why flags of horovodrun mean nothing here.
 _MEANINGLESS = {
     "srun and mpirun start ranks where there is a scheduler": "--jsrun",
@@ -127,10 +143,9 @@ _MEANINGLESS = {
     "FARANDOLE_ID_TABLE_SIZE is the table of known tensors": "--cache-capacity=COUNT",
     "allgathers go from rank to rank; NCCL chooses for itself":
         "--hierarchical-allgather --torus-allreduce",
-    "there is no autotuning":
-        "--autotune --autotune-log-file=FILE --autotune-warmup-samples=COUNT "
-        "--autotune-steps-per-sample=COUNT --autotune-bayes-opt-max-samples=COUNT "
-        "--autotune-gaussian-process-noise=FRACTION",
+    "the steps of autotuning are fixed":
+        "--autotune-warmup-samples=COUNT --autotune-steps-per-sample=COUNT "
+        "--autotune-bayes-opt-max-samples=COUNT --autotune-gaussian-process-noise=FRACTION",
     "MPI has to allow several threads": "--mpi-threads-disable",
     "there is one stream for each GPU": "--num-nccl-streams=COUNT",
     "the engine's thread is not bound to a core": "--thread-affinity=CORES",
@@ -146,8 +161,8 @@ _DONE_ANYWAY = {
     "--log-hide-timestamp": "--no-log-hide-timestamp",
 } | {
     f"--no-{name}": f"--{name}"
-    for name in ("autotune", "hierarchical-allgather", "torus-allreduce",
-                 "mpi-threads-disable", "timeline-mark-cycles")
+    for name in ("hierarchical-allgather", "torus-allreduce", "mpi-threads-disable",
+                 "timeline-mark-cycles")
 }  # fmt: skip
 # Flags that mean something in an elastic job alone, and where their values stand.
 _OF_ELASTIC = {
@@ -159,6 +174,16 @@ _SECTIONS = {
     "params": "", "autotune": "autotune_", "timeline": "timeline_", "stall_check": "stall_check_",
     "library_options": "", "logging": "log_",
 }  # fmt: skip
+
+
+_EPILOG = """examples:
+  farandolerun -np 4 python train.py                     four ranks on this host
+  farandolerun -H a:4,b:4 python train.py                eight on two hosts, over ssh
+  farandolerun --elastic -np 4 python train.py           what ends is started again
+
+All FARANDOLE_* variables that are set reach the ranks: docs/settings.md. "farandole ps" shows what running ranks do,
+"farandole explain" what those of a job that failed have done. horovodrun's other flags are accepted: docs/horovod.md.
+"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -176,13 +201,8 @@ def _meaningless() -> Iterator[tuple[str, str, str]]:
             yield name, types, why
 
 
-def _make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="farandolerun", usage="farandolerun -np N [options] PROGRAM ...", allow_abbrev=False,
-        description="Runs a program on several ranks.",
-        epilog="horovodrun's other flags are accepted; docs/horovod.md lists them.",
-    )  # fmt: skip
-    for usage, dest, text in _FLAGS:
+def _add_flags(group: argparse._ArgumentGroup, rows: Sequence[tuple[str, str, str]]) -> None:
+    for usage, dest, text in rows:
         flags = [word for word in usage.split() if word.startswith("-")]
         values = tuple(usage.split()[len(flags) :])
         how: dict[str, Any]
@@ -192,9 +212,19 @@ def _make_parser() -> argparse.ArgumentParser:
         else:
             name, _, value = dest.partition("=")
             how = {"dest": name, "action": "store_const", "const": value or True}
-        parser.add_argument(*flags, help=text, **how)
+        group.add_argument(*flags, help=text, **how)
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="farandolerun", usage="farandolerun -np N [options] PROGRAM ...", allow_abbrev=False,
+        description="Runs a program on several ranks.", epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    for title, flags in _FLAGS.items():
+        _add_flags(parser.add_argument_group(title), flags)
     for flag, types, _ in _meaningless():
-        how = {"action": "store_const", "const": True}
+        how: dict[str, Any] = {"action": "store_const", "const": True}
         if types:
             how = {"type": _TYPES.get(types, str)}
         parser.add_argument(flag, dest=flag, help=argparse.SUPPRESS, **how)
@@ -472,10 +502,19 @@ def launch(options: Options, function: bytes | None = None) -> Job | None:
     Raises:
         UsageError: It cannot be started as it is said.
     """
-    for variable in ("OMPI_COMM_WORLD_RANK", "FARANDOLE_RANK", "FARANDOLE_MEMBERS"):
+    for variable in ("OMPI_COMM_WORLD_RANK", "FARANDOLE_RANK", "FARANDOLE_MEMBERS", "TORCHELASTIC_RUN_ID"):
         if variable in os.environ:
             where = f"this is a rank of a job already ({variable} is set)"
             raise UsageError(f"{where}; farandolerun cannot be started by a rank")
+    try:
+        supervisor.allowed_ports()
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    folder = _flight_folder.chosen_by_user()
+    if default := "" if options.dry_run else _flight_folder.for_launcher(options.np):
+        folder = default
+        options.settings = {**options.settings, _flight_folder.VARIABLE: _flight_folder.for_hosts(folder)}
+    started_s = time.time()
     screen = Writer(sys.stdout, sys.stderr, options.output_filename, options.with_timestamp)
     with contextlib.closing(screen) as writer:
         for note in options.notes:
@@ -485,6 +524,11 @@ def launch(options: Options, function: bytes | None = None) -> Job | None:
             _make_folder(options.output_filename)
             writer.flush()
             job.run()
+            is_here = _flight_folder.has_files(folder, started_s)
+            may_be_elsewhere = default and not options.is_local and job.failure.rank is not None
+            if job.code and (is_here or may_be_elsewhere):
+                where = "" if is_here else ", on the hosts where they have left files"
+                writer.say(f"what the ranks did last: farandole explain {shlex.quote(folder)}{where}")
     return job
 
 

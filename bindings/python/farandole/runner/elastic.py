@@ -150,7 +150,6 @@ class ElasticJob(HostsJob):
         self._discovered: queue.SimpleQueue[list[Host] | str] = queue.SimpleQueue()
         self._probed: queue.SimpleQueue[tuple[_Place, Probe]] = queue.SimpleQueue()
         self._is_probing = False
-        self._has_said_threads = False
         self._backoff = self._make_backoff()  # of the whole job
         self._resets = 0
         self._few_since_s = time.monotonic()
@@ -408,9 +407,7 @@ class ElasticJob(HostsJob):
         )  # fmt: skip
 
     def ready(self, channel: Channel, said: dict[str, Any]) -> None:
-        if said["threads"] and not self._has_said_threads:
-            self.writer.say(said["threads"])
-            self._has_said_threads = True
+        self.say_threads(said["threads"])
         if self.number_of(channel) == self._rank_0:
             self._rank_0, self.address = None, said["address"]
             first = self._places[0].host

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from farandole.runner import supervisor
@@ -100,19 +100,26 @@ def slots_by_name(given: Iterable[Host]) -> dict[str, int]:
 
 def make_command(name: str, is_here: bool, options: Options, environment: Mapping[str, str]) -> list[str]:
     stub = [sys.executable, "-I", "-S", supervisor.__file__]
-    if is_here:
-        return stub
+    return stub if is_here else reach(name, stub, options, environment)
+
+
+def reach(name: str, command: Sequence[str], options: Options, environment: Mapping[str, str]) -> list[str]:
+    """The words that run a command on another host.
+
+    Raises:
+        UsageError: What would run it is not installed.
+    """
     flags = {"-p": options.ssh_port, "-i": options.ssh_identity_file}
     if agent := environment.get(AGENT_VARIABLE):
-        command = [*shlex.split(agent), name, *stub]
+        words = [*shlex.split(agent), name, *command]
     elif options.is_slurm:
-        command = [*_SRUN, f"--nodelist={name}", *stub]
+        words = [*_SRUN, f"--nodelist={name}", *command]
     else:  # which passes the words to a shell
-        words = [word for flag, value in flags.items() if value for word in (flag, str(value))]
-        command = [*_SSH, *words, name, shlex.join(stub)]
-    if shutil.which(command[0], path=environment.get("PATH")) is None:
-        raise UsageError(f'"{command[0]}", which starts the ranks on {name}, was not found')
-    return command
+        given = [word for flag, value in flags.items() if value for word in (flag, str(value))]
+        words = [*_SSH, *given, name, shlex.join(command)]
+    if shutil.which(words[0], path=environment.get("PATH")) is None:
+        raise UsageError(f'"{words[0]}", which starts the ranks on {name}, was not found')
+    return words
 
 
 class HostsJob(Job):
@@ -126,7 +133,7 @@ class HostsJob(Job):
         self.hosts, self._environment = dict(enumerate(hosts)), environment  # by number
         self._folder = ""  # where the ranks start, if they can; empty: where their supervisor does
         self.key = secrets.token_hex(32)
-        self.address = ""  # of rank 0, once its host has said it
+        self.address, self._master_port = "", 0  # of rank 0, and for its torch.distributed, once its host has said it
         self.supervisors: dict[int, Channel] = {}  # by the number of the host
         self._listeners: dict[int, threading.Thread] = {}
         self._listening: dict[str, Any] = {"addresses": []}
@@ -185,6 +192,7 @@ class HostsJob(Job):
             "runs_function": self.function is not None,
             "listen": ("127.0.0.1" if self.has_loopback_only() else "") if has_rank_0 else None,
             "address": self._host_of_rank_0(number) if has_rank_0 else self.address,
+            "master_port": self._master_port,
         } | said  # fmt: skip
         self.supervisors[number].send(supervisor.START, json.dumps(start).encode())
 
@@ -215,7 +223,7 @@ class HostsJob(Job):
         number = self.number_of(channel)
         self.add_ranks(self.hosts[number].ranks, channel, channel.host, said["threads"])
         if number == 0:
-            self.address = said["address"]
+            self.address, self._master_port = said["address"], said["master_port"]
             for other in self.supervisors:
                 if other != 0:
                     self.host_is_up(other)

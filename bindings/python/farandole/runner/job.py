@@ -27,8 +27,8 @@ from typing import IO, Any
 
 from farandole.runner import supervisor
 from farandole.runner.acceptor import Acceptor
-from farandole.runner.options import Options
-from farandole.runner.output import MAX_LINE_BYTES, FirstFailure, Line, LineSplitter, Writer, list_ranks
+from farandole.runner.options import Options, UsageError
+from farandole.runner.output import MAX_LINE_BYTES, FirstFailure, Line, LineSplitter, Merger, Writer, list_ranks
 from farandole.runner.supervisor import Channel, Message, start_thread
 
 _TICK_S = 0.05
@@ -42,8 +42,8 @@ PROMPT_S = 0.2  # an unfinished line of a rank that reads a terminal is shown th
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PYTHON = re.compile(r"(.*/)?(python[\d.]*|[^/]+\.py)")
 _NOT_JOINED = (
-    "no rank has joined the job: each program ran by itself. A program joins by farandole.init(), or by torch's "
-    'init_process_group("farandole", init_method="farandole://"); Lightning and Accelerate need torchrun instead'
+    "no rank has joined the job: each program ran by itself. A program joins by farandole.init(); torch.distributed, "
+    "Lightning and Accelerate need a job without --elastic"
 )
 _SIOCGIFADDR = 0x8915
 _IPV6_ADDRESSES = "/proc/net/if_inet6"
@@ -147,6 +147,7 @@ class Job:
         self.options, self.writer, self.function = options, writer, function
         self.code = 0
         self.failure = FirstFailure(writer)
+        self._merger = Merger(lambda line: self.failure.line(line))
         self.results: dict[int, bytearray] = {}
         self.stopped_by: int | None = None
         self.token = secrets.token_hex(16)
@@ -154,6 +155,7 @@ class Job:
         self.starters: dict[str, subprocess.Popen[bytes]] = {}  # name -> what starts ranks
         self.is_stopping = False
         self.asks_to_stop = self._stops_by_itself = False  # the latter: a rank, when it gets SIGTERM
+        self._has_said_threads = False
         self._has_joined = False  # any rank, or it is not known
         self._queue: queue.Queue[tuple[Channel | str, Message]] = queue.Queue(_MAX_QUEUED)
         self._threads: list[threading.Thread] = []
@@ -244,6 +246,7 @@ class Job:
 
     def finish(self, now_s: float) -> None:
         """Notes that all ranks have ended: what has started them is to end, too."""
+        self._merger.flush()
         self.failure.finish()
         self._kill_at_s = now_s + LINGER_S
 
@@ -255,7 +258,10 @@ class Job:
 
     def open_listener(self, only_this_host: bool) -> dict[str, Any]:
         """Lets supervisors connect. Returns what they need for it, see :func:`supervisor.join_launcher`."""
-        listener = supervisor.open_listener("127.0.0.1" if only_this_host else "")
+        try:
+            listener = supervisor.open_listener("127.0.0.1" if only_this_host else "")
+        except OSError as error:
+            raise UsageError(str(error)) from error
         hosts = ([] if only_this_host else find_addresses()) or ["127.0.0.1"]
         port = listener.getsockname()[1]
         self._acceptor = Acceptor(listener, self.token, self._take_connection)
@@ -285,10 +291,15 @@ class Job:
         """Whether there are some that were not taken yet."""
         return not self._queue.empty()
 
+    def say_threads(self, text: str) -> None:
+        """Says once, for the first host of several ranks, how many threads they use."""
+        if text and not self._has_said_threads:
+            self.writer.say(text)
+            self._has_said_threads = True
+
     def add_ranks(self, ranks: Sequence[int], channel: Channel, host: str, threads: str) -> None:
         """Notes that ranks have started; ``threads`` says how many threads they use."""
-        if not self.peers and threads:
-            self.writer.say(threads)
+        self.say_threads(threads)
         self.peers |= {rank: Peer(rank, channel, host, self.function) for rank in ranks}
 
     # The job
@@ -306,6 +317,7 @@ class Job:
                 self.writer.flush()
             for peer in self.peers.values():
                 self._finish_lines(peer)
+            self._merger.flush()
             if self._acceptor is not None:
                 self._acceptor.close()
             for channel in self._channels:
@@ -394,7 +406,7 @@ class Job:
             if kind == supervisor.HELLO:
                 self._greet(source, payload)
             elif kind == supervisor.READY:
-                self.ready(source, read_json(payload, address=str, threads=str))
+                self.ready(source, read_json(payload, address=str, threads=str, master_port=int))
             elif kind == supervisor.LEAVE:
                 self.host_leaves(source)
             elif kind == _LOST:
@@ -434,7 +446,7 @@ class Job:
             if peer.rank == 0:
                 self._heard_s = self._active_s
             for text in peer.splitters[kind].add(payload):
-                self.failure.line(Line(peer.rank, is_error, text))
+                self._merger.add(Line(peer.rank, is_error, text), self._active_s)
         elif kind == supervisor.WANT:  # it was not known yet when this came
             start_thread(self._give_input, peer)
         elif kind == supervisor.RESULT:
@@ -477,7 +489,7 @@ class Job:
         """Passes on what has no end of line yet."""
         for kind, splitter in peer.splitters.items():
             if rest := splitter.take_rest():
-                self.failure.line(Line(peer.rank, kind == supervisor.ERR, rest + end))
+                self._merger.add(Line(peer.rank, kind == supervisor.ERR, rest + end), self._active_s)
 
     # Ending
 
@@ -501,6 +513,9 @@ class Job:
     def _check_times(self, now_s: float) -> None:
         while self._signals:
             self._on_signal(self._signals.pop(0))
+        self._merger.tick(now_s)
+        if self.failure.is_due(now_s):
+            self._merger.flush()  # above the report, which looks at what was shown
         self.failure.tick(now_s)
         if not self.is_stopping:
             if self.writer.is_closed:
@@ -549,8 +564,11 @@ class Job:
         return code or int(self.writer.is_incomplete)
 
     def should_join(self) -> bool:
-        """Whether several ranks ran a Python program, which is likely to be for one job."""
-        runs_python = any(map(_PYTHON.fullmatch, self.options.command)) and self.function is None
+        """Whether several ranks ran a Python program, which is likely to be for one job, and had but one way to it.
+
+        Others may have met by the variables of torchrun.
+        """
+        runs_python = any(map(_PYTHON.fullmatch, self.options.command)) and self.options.is_elastic
         return self.options.np > 1 and len(self.peers) == self.options.np and runs_python
 
 

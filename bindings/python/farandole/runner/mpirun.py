@@ -260,8 +260,15 @@ class MpirunJob(Job):
         if len(json.dumps(unusual)) > _MAX_UNUSUAL_BYTES:
             self.writer.say(f"not forwarded to other hosts, as they are too long: {', '.join(unusual)}")
             unusual = {}
+        master_port = 0  # of ranks on other hosts nobody knows where rank 0 is
+        if self.options.is_local:
+            try:
+                master_port = stack.enter_context(supervisor.reserve_port()).getsockname()[1]
+            except OSError as error:
+                raise UsageError(str(error)) from error
         job = self.open_listener(self.options.is_local) | {
             "version": supervisor.PROTOCOL, "runs_function": self.function is not None, "environment": unusual,
+            "size": self.options.np, "master_port": master_port,
             # mpirun's, and that of the ranks.
             "tmpdirs": [folders.get("TMPDIR"), self._environment.get("TMPDIR")],
         }  # fmt: skip

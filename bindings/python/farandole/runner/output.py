@@ -8,17 +8,24 @@ import datetime
 import io
 import os
 import pathlib
+import re
 import signal
+import time
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
 REPORT_AFTER_S = 0.25  # after a bad end: messages of what happened before it may still arrive
 CONSEQUENCES_AFTER_S = 5.0  # the same, while nothing but consequences of another failure is known
+MERGE_S = 0.2  # from a rank's error or warning until it is shown, with those of the others that are alike
 MAX_ERROR_LINES = 200
 MAX_LINE_BYTES = 1 << 20  # of a line that has no end yet; then what there is of it is shown
 _RECENT_LINES = 10_000
 _ENDS = ("killed", "exited", "out of memory")
+_TRACEBACK = b"Traceback (most recent call last):"
+_CHAINED = (b" ", b"\n", b"\r\n", _TRACEBACK, b"During handling of the above", b"The above exception was")
+_LOGGED = re.compile(rb"\[farandole \d+/\d+\] ")
+_BEGINS = re.compile(_LOGGED.pattern + rb"(warning|error): |" + re.escape(_TRACEBACK))
 
 
 class Line(NamedTuple):
@@ -27,6 +34,21 @@ class Line(NamedTuple):
     rank: int | str
     is_error: bool
     text: bytes  # with its end; without one where a prompt waits for input, and of a line that has become long
+    others: tuple[int, ...] = ()  # ranks that wrote the same
+    came_s: float | None = None  # time of day; None: now
+
+    @property
+    def ranks(self) -> tuple[int | str, ...]:
+        return (self.rank, *self.others)
+
+    @property
+    def mark(self) -> str:
+        """Whose it is: "3", "0-2,4"."""
+        numbers = {rank for rank in self.ranks if isinstance(rank, int)}
+        firsts = sorted(number for number in numbers if number - 1 not in numbers)
+        lasts = sorted(number for number in numbers if number + 1 not in numbers)
+        parts = [f"{a}" if a == b else f"{a}-{b}" for a, b in zip(firsts, lasts)]
+        return ",".join(parts) if numbers else str(self.rank)
 
 
 class LineSplitter:
@@ -96,9 +118,10 @@ class Writer:
     def show(self, line: Line) -> None:
         """Writes a line to the screen, with its rank."""
         key = (line.rank, line.is_error)
-        mark = f"[{line.rank}] "
+        mark = f"[{line.mark}] "
         if self._with_timestamp:
-            mark = f"{datetime.datetime.now().isoformat(' ', 'milliseconds')} {mark}"
+            came = datetime.datetime.now() if line.came_s is None else datetime.datetime.fromtimestamp(line.came_s)
+            mark = f"{came.isoformat(' ', 'milliseconds')} {mark}"
         if self._open_line == key:
             mark = ""  # the rest of a prompt's line
         elif line.text == b"\r":
@@ -150,6 +173,80 @@ class Writer:
                 os.dup2(sink.fileno(), stream.fileno())  # for what Python flushes at exit
             reason = "its reader has gone" if is_closed else getattr(error, "strerror", "")
             self.say(f"{name} cannot be written any more: {reason}")
+
+
+class Merger:
+    """Shows lines of ranks, those of tracebacks and of Farandole's log that several ranks write alike once.
+
+    From the first one on, a rank's lines wait for MERGE_S, so that those of others may come. Its own stay in order.
+    """
+
+    def __init__(self, show: Callable[[Line], object]) -> None:
+        self._show = show
+        self._waiting: dict[int, list[Line]] = {}  # by rank
+        self._show_at_s = float("inf")
+
+    def add(self, line: Line, now_s: float) -> None:
+        """Takes a line; of the launcher's clock."""
+        begins = line.is_error and _BEGINS.match(line.text) is not None
+        if isinstance(line.rank, int) and (begins or line.rank in self._waiting):
+            self._waiting.setdefault(line.rank, []).append(line._replace(came_s=time.time()))
+            self._show_at_s = min(self._show_at_s, now_s + MERGE_S)
+        else:
+            self._show(line)
+
+    def tick(self, now_s: float) -> None:
+        """Lets time pass."""
+        if now_s >= self._show_at_s:
+            self.flush()
+
+    def flush(self) -> None:
+        """Shows all that waits."""
+        left = {
+            rank: deque((_text_of(block), block) for block in _split_blocks(lines))
+            for rank, lines in sorted(self._waiting.items())
+        }
+        self._waiting, self._show_at_s = {}, float("inf")
+        heads: defaultdict[bytes, set[int]] = defaultdict(set)  # ranks by the text of the first block of each
+        for rank, blocks in left.items():
+            heads[blocks[0][0]].add(rank)
+        for rank, own in left.items():
+            while own:
+                text, block = own[0]
+                alike = sorted(heads.pop(text)) if text else [rank]  # no lower ones, whose blocks are all shown
+                self._show_block(block, alike)
+                for one in alike:
+                    left[one].popleft()
+                    if left[one]:
+                        heads[left[one][0][0]].add(one)
+
+    def _show_block(self, block: Sequence[Line], ranks: Sequence[int]) -> None:
+        for line in block:
+            text = _LOGGED.sub(b"[farandole] ", line.text, 1) if len(ranks) > 1 else line.text
+            self._show(Line(ranks[0], line.is_error, text, tuple(ranks[1:]), line.came_s))
+
+
+def _split_blocks(lines: Sequence[Line]) -> list[list[Line]]:
+    """A traceback with those that it is chained to is one block, and any other line."""
+    blocks: list[list[Line]] = []
+    awaits_error = is_inside = False  # of a traceback: before the line that names the exception, or its end
+    for line in lines:
+        goes_on = is_inside and line.is_error and (awaits_error or line.text.startswith(_CHAINED))
+        begins = line.is_error and line.text.startswith(_TRACEBACK)
+        if goes_on:
+            blocks[-1].append(line)
+        else:
+            blocks.append([line])
+        awaits_error = begins or (goes_on and awaits_error and line.text.startswith(b" "))
+        is_inside = begins or goes_on
+    return blocks
+
+
+def _text_of(block: Sequence[Line]) -> bytes:
+    """What ranks may write alike, whoever wrote it: a traceback or a line of Farandole's log; of others empty."""
+    if not block[0].is_error or not block[0].text.startswith((_TRACEBACK, b"[farandole ")):
+        return b""
+    return b"".join(_LOGGED.sub(b"", line.text, 1) for line in block)
 
 
 def list_ranks(ranks: Sequence[int]) -> str:
@@ -232,7 +329,7 @@ class FirstFailure:
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
         self._ranks: defaultdict[int, _Rank] = defaultdict(_Rank)
-        self._recent: deque[int] = deque(maxlen=_RECENT_LINES)  # whose lines of stderr were shown
+        self._recent: deque[tuple[int | str, ...]] = deque(maxlen=_RECENT_LINES)  # whose lines of stderr were shown
         self._told: dict[int, Mapping[str, Any]] = {}  # what errors of others say of a rank, in their order
         self._report_at_s = float("inf")
         self._has_said = False  # at once, what the first error knows
@@ -248,7 +345,7 @@ class FirstFailure:
         """Takes a line and shows it."""
         self._writer.show(line)
         if isinstance(line.rank, int) and line.is_error:
-            self._recent.append(line.rank)
+            self._recent.append(line.ranks)
 
     def reported(
         self, rank: int, text: str, is_consequence: bool, now_s: float, facts: Mapping[str, Any] | None = None
@@ -301,9 +398,13 @@ class FirstFailure:
             wait_s = REPORT_AFTER_S if self._causes() or stands_still else CONSEQUENCES_AFTER_S
             self._report_at_s = min(self._report_at_s, now_s + wait_s)
 
+    def is_due(self, now_s: float) -> bool:
+        """Whether :meth:`tick` will report."""
+        return self.rank is None and now_s >= self._report_at_s
+
     def tick(self, now_s: float) -> None:
         """Lets time pass."""
-        if self.rank is None and now_s >= self._report_at_s:
+        if self.is_due(now_s):
             self._report()
 
     def finish(self) -> int | None:
@@ -333,9 +434,7 @@ class FirstFailure:
         first = self._ranks[self.rank]
         shared = self._describe_shared(first)
         self.message = f"no rank failed first: {shared}" if shared else f"rank {self.rank} {self._describe(self.rank)}"
-        last = self._lines_of(self.rank)[-1]
-        others = (self._lines_of(number)[0] for number, one in self._ranks.items() if one.error and one is not first)
-        is_mixed = bool(first.error) and not first.why_unmet and min(others, default=last) < last
+        is_mixed = bool(first.error) and not first.why_unmet and self._has_others_lines(self.rank, bool(shared))
         again = f"; as rank {self.rank} wrote it:" if shared else "; its error once more:"
         self._writer.say(self.message + (again if is_mixed else ""))
         for text in first.error if is_mixed else ():
@@ -367,7 +466,16 @@ class FirstFailure:
         known = [place, f"its last operation: {last}, {facts.get('last_age_s', 0):.1f} s before" if last else ""]
         return "; ".join(filter(None, [text, *known]))
 
+    def _has_others_lines(self, rank: int, within: bool) -> bool:
+        """Whether errors of others stand before a rank's error, or ``within`` it."""
+        own = self._lines_of(rank)
+        places = [
+            place for number, one in self._ranks.items() if one.error for place in self._lines_of(number)
+            if place < own[-1] and rank not in self._recent[place]
+        ]  # fmt: skip
+        return any(place > own[0] for place in places) if within else bool(places)
+
     def _lines_of(self, rank: int) -> list[int]:
         """Where the last lines of a rank's stderr stand, as many as its error has."""
-        places = [place for place, owner in enumerate(self._recent) if owner == rank]
+        places = [place for place, owners in enumerate(self._recent) if rank in owners]
         return places[-len(self._ranks[rank].error) :] or [len(self._recent)]

@@ -1,18 +1,18 @@
 """Runs ranks of one host for the launcher: carries their output and input, and reports how they ended.
 
 ``python -I -S supervisor.py`` starts the ranks of its host: a child of the launcher on its own host, of ssh,
-srun or an agent on another. mpirun starts one for each rank, as ``supervisor.py PROGRAM ARGUMENTS...``. A
-file of its own that imports no package, so that a rank starts 30 ms later and not 200. Under mpirun without
+srun or an agent on another. mpirun starts one for each rank, as ``supervisor.py PROGRAM ARGUMENTS...``. One file:
+it imports no package, so that a rank starts 30 ms later and not 200. Under mpirun without
 :data:`VARIABLE` in the environment (somebody typed what ``--dry-run`` printed) it becomes the program.
 
-Everything goes over one channel to the launcher: stdin and stdout, or a connection, as mpirun forwards
-output in blocks of 4 KiB that mix between ranks. A supervisor sends HELLO (JSON), READY (JSON: rank 0's
-address, before it starts ranks of a host) and of each rank OUT, ERR, RESULT and REPORT (bytes the program
-wrote), WANT (the program can take input) and EXIT (JSON). The launcher sends CONNECT and START (JSON, see
-:func:`run_host`), INPUT (at most INPUT_BYTES for each WANT; empty: the end), SIGNAL (SIGTERM or SIGKILL for
-the programs) and, to a supervisor of mpirun's after EXIT, GO: it may end. After a bad end mpirun ends the
-other ranks then. When the channel breaks, the programs are ended; when a supervisor is killed, the kernel
-kills its programs, and :class:`Guard` what these have started.
+Everything goes over one channel to the launcher: stdin and stdout, or a connection, as mpirun forwards output in blocks
+of 4 KiB that mix between ranks. A supervisor sends HELLO (JSON), READY (JSON: rank 0's address and the port for torch's
+store there, before it starts ranks of a host) and of each rank OUT, ERR, RESULT and REPORT (bytes the program wrote),
+WANT (the program can take input) and EXIT (JSON). The launcher sends CONNECT and START (JSON, see :func:`run_host`),
+INPUT (at most INPUT_BYTES for each WANT; empty: the end), SIGNAL (SIGTERM or SIGKILL for the programs) and, to a
+supervisor of mpirun's after EXIT, GO: it may end. After a bad end mpirun ends the other ranks then. When the channel
+breaks, the programs are ended; when a supervisor is killed, the kernel kills its programs, and :class:`Guard` what
+these have started.
 
 Of an elastic job START comes again for each rank that is started later, and a host's supervisor stays, without programs
 too, until GO. When the channel breaks its programs go on: what they write is dropped. Their reports and ends are also
@@ -34,10 +34,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
+import itertools
 import json
 import os
 import queue
+import re
 import resource
 import select
 import signal
@@ -47,10 +50,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any, NamedTuple, NoReturn
 
-PROTOCOL = 3  # grows when messages change: launcher and supervisor must have the same
+PROTOCOL = 4  # grows when messages change: launcher and supervisor must have the same
 # JSON, for supervisors under mpirun: what :func:`join_launcher` needs, whether each rank runs a function that it reads
 # from its stdin, and variables that mpirun does not forward to other hosts.
 VARIABLE = "_FARANDOLE_RUN"
@@ -170,12 +173,107 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def allowed_ports() -> Sequence[int]:
+    """Those of FARANDOLE_PORTS; 0 alone where the system chooses. ValueError: it is no range, also for the library."""
+    text = os.environ.get("FARANDOLE_PORTS", "")
+    found = re.fullmatch("([0-9]+)-([0-9]+)", text)
+    first, last = map(int, found.groups()) if found else (0, 0)
+    if text and not 1 <= first <= last <= 65535:
+        raise ValueError(f'FARANDOLE_PORTS="{text}" is not FIRST-LAST, ports from 1 to 65535, as 50000-50100')
+    return range(first, last + 1)
+
+
+_turn = itertools.count(os.getpid())  # differs between processes, so that few ask for a port that another has
+
+
 def open_listener(host: str = "") -> socket.socket:
-    """Listens at a port that the system chooses; without a host for IPv4 and, where there is that, IPv6."""
+    """Listens at a port of :func:`allowed_ports`; without a host for IPv4 and, where there is that, IPv6.
+    OSError: it cannot; a range that is used up is named."""
+    named, others = _share_out(allowed_ports())
+    return _take_first(host, itertools.chain(others, named), lambda port: _listen_at(host, port))
+
+
+def _share_out(ports: Sequence[int]) -> tuple[Iterator[int], Iterator[int]]:
+    """Ports for those that are named before somebody listens there, and the others, as core/net/address.h has it; each
+    from where this process stopped."""
+    named = len(ports) // 4
+    return _in_turn(ports[:named]), _in_turn(ports[named:])
+
+
+def _in_turn(ports: Sequence[int]) -> Iterator[int]:
+    return (ports[next(_turn) % len(ports)] for _ in ports)
+
+
+def _take_first(host: str, ports: Iterable[int], take: Callable[[int], socket.socket]) -> socket.socket:
+    for port in ports:
+        try:
+            return take(port)
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES) or port == 0:  # EACCES: one below 1024
+                raise
+            failed = error
+    if failed.errno == errno.EACCES:
+        raise failed
+    used = f"all ports of FARANDOLE_PORTS={os.environ['FARANDOLE_PORTS']} are in use"
+    raise OSError(f"cannot listen at {host or 'any address'}: {used}")
+
+
+def _listen_at(host: str, port: int) -> socket.socket:
     if not host and socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
-    return socket.create_server((host, 0), backlog=4096)
+        try:
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise
+    return socket.create_server((host, port), backlog=4096)
+
+
+def reserve_port() -> socket.socket:
+    """Keeps a port of :func:`allowed_ports` for a listener in another process: the kernel gives it to nobody who asks
+    for any, and whoever names it can listen there if he reuses addresses, as torch's store does. OSError: as of
+    :func:`open_listener`."""
+
+    def bind(port: int, shares: bool) -> socket.socket:
+        reserved = socket.socket()
+        try:
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, shares)
+            reserved.bind(("", port))
+        except OSError:
+            reserved.close()
+            raise
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, True)
+        return reserved
+
+    def take(shares: bool) -> socket.socket:
+        return _take_first("", itertools.chain(*_share_out(allowed_ports())), lambda port: bind(port, shares))
+
+    try:
+        return take(shares=False)
+    except OSError:  # each is reserved by another, or connections there have just ended: then one without a listener
+        return take(shares=True)
+
+
+def variables_of_torchrun(
+    rank: int, size: int, local_rank: int, local_size: int, node: int, master_host: str, master_port: int
+) -> dict[str, str]:
+    """What torchrun sets for a rank, as far as frameworks look for it: for "env://", Lightning, Accelerate, Composer.
+
+    The user's own MASTER_ADDR and MASTER_PORT count if both are set. A run id has Lightning ask torchrun's variables
+    before Slurm's.
+    """
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not address or not port:
+        address, port = master_host, str(master_port)
+    numbers = {
+        "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size,
+        "GROUP_RANK": node, "NODE_RANK": node,
+    }  # fmt: skip
+    return {name: str(number) for name, number in numbers.items()} | {
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": f"farandole-{master_host}-{master_port}",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 has the store
+    }
 
 
 def machine() -> str:
@@ -267,15 +365,15 @@ def _connect_to(address: str, token: str) -> Channel:
     return Channel.over(connection)
 
 
-def limit_threads(ranks: int) -> str:
-    """Divides the host's cores among its ranks unless the user has set OMP_NUM_THREADS. Says how."""
+def limit_threads(ranks: int, whose: str = "") -> str:
+    """Divides the host's cores among its ranks unless the user has set OMP_NUM_THREADS. Says how, and ``whose``."""
     if ranks == 1 or os.environ.get(THREADS):
         return ""
     cores = os.sched_getaffinity(0)
     is_bound = cores != os.sched_getaffinity(os.getppid())  # by mpirun: to cores of its own
     threads = len(cores) if is_bound else max(1, len(cores) // ranks)
     os.environ[THREADS] = str(threads)
-    return f"{THREADS}={threads} on each of {ranks} ranks; set it to choose another number"
+    return f"{THREADS}={threads} on each of {ranks} ranks{whose}; set it to choose another number"
 
 
 def restore_tmpdir(mpiruns: str | None, own: str | None) -> None:
@@ -436,6 +534,7 @@ class Supervisor:
         self._is_alone = not outlives  # it ends with its programs
         self._is_leaving = self._has_left = False  # the host
         self._notes: dict[int, int] = {}  # descriptors of files, by rank
+        self.reserved: socket.socket | None = None  # the port of rank 0's store of torch.distributed
         self.keys: dict[int, int] = {}  # by rank: pipes with the job's key until a rank that joins reads it
         self._may_leave = threading.Event()
         self.has_mpiruns_signal = False
@@ -645,13 +744,26 @@ def _survive(handler: Callable[..., None]) -> None:
         signal.signal(signal.Signals[name], handler)
 
 
+def take_variables(environment: Mapping[str, str]) -> None:
+    """Those that the launcher gives its ranks; the folder of their flight recorders may be below this host's "~"."""
+    os.environ.update(environment)
+    folder = os.environ.get("FARANDOLE_FLIGHT_RECORDER_DIR", "")
+    if folder.startswith("~/./"):
+        os.environ["FARANDOLE_FLIGHT_RECORDER_DIR"] = os.path.expanduser(folder)
+
+
 def run_one(job: dict[str, Any], command: Sequence[str]) -> NoReturn:
     """A supervisor of mpirun's: runs the program of one rank."""
     check_version(job)
     restore_tmpdir(*job["tmpdirs"])
-    os.environ.update(job["environment"])
+    take_variables(job["environment"])
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMIX_RANK"])
-    threads = limit_threads(int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or 1))
+    local_size = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or 1)
+    threads = limit_threads(local_size)
+    variables = {}
+    if job["master_port"]:
+        place = (rank, job["size"], int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK") or rank), local_size, 0)
+        variables = variables_of_torchrun(*place, "127.0.0.1", job["master_port"])
     channel = join_launcher(job)
     say_hello(channel, rank=rank, threads=threads)
     supervisor = Supervisor(channel)
@@ -660,7 +772,7 @@ def run_one(job: dict[str, Any], command: Sequence[str]) -> NoReturn:
         supervisor.has_mpiruns_signal = True
 
     _survive(note_signal)
-    code = supervisor.start(rank, command, {}, has_input=job["runs_function"] or rank == 0)
+    code = supervisor.start(rank, command, variables, has_input=job["runs_function"] or rank == 0)
     supervisor.leave(supervisor.run() or code)
 
 
@@ -669,10 +781,11 @@ def run_host() -> None:
 
     CONNECT, on stdin, has "version", "id" of the host, "key", the job's in hexadecimal digits, and "addresses": empty
     if stdin and stdout are the channel, else with "token" and "machine" as :func:`join_launcher` has them. START has
-    "ranks", "size", "command", "folder", "environment" (None: this one's), "runs_function", "address" of rank 0, and
-    "listen": where this host, which has rank 0, listens for it. Of an elastic job, whose CONNECT has "is_elastic", it
-    has "slots", the most ranks of this host, "members", the addresses that newcomers ask (empty: these are none),
-    "job_folder", and "job_key", which counts instead of "key": ranks that are started anew have another one.
+    "ranks", "size", "command", "folder", "environment" (None: this one's), "runs_function", "address" of rank 0,
+    "listen": where this host, which has rank 0, listens for it, and else "master_port", that for torch's store there.
+    Of an elastic job, whose CONNECT has "is_elastic", it has "slots", the most ranks of this host, "members", the
+    addresses that newcomers ask (empty: these are none), "job_folder", and "job_key", which counts instead of "key":
+    ranks that are started anew have another one.
     """
     _survive(lambda *_: None)
     channel = Channel(sys.stdin.buffer, sys.stdout.buffer)
@@ -689,7 +802,7 @@ def run_host() -> None:
         host.run(lambda host, payload: _start_ranks(host, channel, key, **json.loads(payload)))
     elif (start := channel.receive()) is not None and start.kind == START:
         host = Supervisor(channel)
-        _start_ranks(host, channel, key, **json.loads(start.payload))
+        _start_ranks(host, channel, key, node=job["id"], **json.loads(start.payload))
         host.run()
     os._exit(0)  # the thread that reads stdin holds its lock
 
@@ -697,18 +810,28 @@ def run_host() -> None:
 def _start_ranks(
     supervisor: Supervisor, channel: Channel, key: bytes, ranks: Sequence[int], size: int, command: Sequence[str],
     folder: str, environment: Mapping[str, str] | None, runs_function: bool, address: str, listen: str | None,
-    slots: int = 0, members: str = "", job_folder: str = "", job_key: str = "",
+    master_port: int = 0, node: int = 0, slots: int = 0, members: str = "", job_folder: str = "", job_key: str = "",
 ) -> None:  # fmt: skip
     with contextlib.suppress(OSError):  # a host need not have it
         os.chdir(folder)
-    os.environ.update(environment or {})
-    threads = limit_threads(slots or len(ranks))
+    take_variables(environment or {})
+    whose = "" if len(ranks) == size else f" of {socket.gethostname()}"
+    if slots > len(ranks):
+        whose = f" that {socket.gethostname()} has room for"
+    threads = limit_threads(slots or len(ranks), whose)
     listener = None
     if listen is not None:
-        listener = open_listener(listen)
+        try:
+            listener = open_listener(listen)
+            if not slots:  # the ranks of an elastic job change their numbers
+                supervisor.reserved = reserve_port()
+                master_port = supervisor.reserved.getsockname()[1]
+        except (OSError, ValueError) as error:
+            sys.exit(f"farandolerun: rank 0: {error}")
         address = join_address(address, listener.getsockname()[1])
     if not members:
-        channel.send(READY, json.dumps({"address": address, "threads": threads}).encode())
+        ready = {"address": address, "threads": threads, "master_port": master_port}
+        channel.send(READY, json.dumps(ready).encode())
     for local_rank, rank in enumerate(ranks):
         variables = {
             "FARANDOLE_RANK": rank, "FARANDOLE_SIZE": size, "FARANDOLE_LOCAL_RANK": local_rank,
@@ -721,6 +844,9 @@ def _start_ranks(
         if listener is not None and rank == 0:
             descriptors["FARANDOLE_LISTEN_FD"] = listener.fileno()
         texts = {name: str(value) for name, value in (variables | descriptors).items()}
+        if master_port:
+            place = (rank, size, local_rank, len(ranks), node)
+            texts |= variables_of_torchrun(*place, split_address(address)[0], master_port)
         supervisor.keys[rank] = key_reader
         if job_folder:
             supervisor.note(rank, note_file(job_folder, rank))
