@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from typing import IO, Any
 
@@ -16,6 +19,11 @@ from ranks import GUARD_S, PYTHON_PATH
 _ADDRESSES = ("10.77.0.1", "10.77.0.2")
 _IPV6_ADDRESSES = ("2001:db8::1", "2001:db8::2")
 FIRST_ADDRESS = _ADDRESSES[0]
+_ASK_PORTER = (
+    "import json, os, socket, sys; door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); "
+    "door.connect(sys.argv[1]); text = json.dumps([sys.argv[2:], dict(os.environ)]).encode(); "
+    "socket.send_fds(door, [text], [0, 1, 2]); sys.exit(int(door.recv(9) or 1))"
+)
 
 
 class TwoHosts:
@@ -29,23 +37,27 @@ class TwoHosts:
         rate: Of the link in either direction, in the words of ``tc`` ("1gbit"); None: as fast as it is.
         output: Takes what started jobs write; None: a pipe of each.
         is_ipv6: Whether they have no IPv4 addresses but the loopback's.
+        has_own_processes: Whether what runs on a host sees that host's processes only. It starts in the folder "/".
     Raises:
         RuntimeError: This machine does not allow it; says why.
     """
 
     def __init__(
-        self, folder: pathlib.Path, rate: str | None = None, output: IO[str] | None = None, is_ipv6: bool = False
+        self, folder: pathlib.Path, rate: str | None = None, output: IO[str] | None = None, is_ipv6: bool = False,
+        has_own_processes: bool = False,
     ) -> None:  # fmt: skip
         self._folder = folder
         self._addresses = _IPV6_ADDRESSES if is_ipv6 else _ADDRESSES
         self._output = output
         self._rate = rate
+        self._has_own_processes = has_own_processes
         self._keepers: list[subprocess.Popen[str]] = []
+        self._door: socket.socket | None = None
 
     def __enter__(self) -> TwoHosts:
         try:
             for number in (1, 2):
-                self._keepers.append(_keep_host(f"played{number}"))
+                self._keepers.append(_keep_host(f"played{number}", self._has_own_processes))
             self._link()
         except (OSError, RuntimeError) as error:
             self.__exit__()
@@ -56,11 +68,16 @@ class TwoHosts:
         script.chmod(0o755)
         agent = self._folder / "agent"  # HOST COMMAND...
         enter = " ".join(self._enter(1))
+        if self._has_own_processes:  # from one host's none of the other can be named
+            enter = f"{sys.executable} -c '{_ASK_PORTER}' {self._open_door(self._folder / 'door')}"
         agent.write_text(f'#!/bin/sh\n[ "$1" = {self._addresses[1]} ] || exit 9\nshift\nexec {enter} "$@"\n')
         agent.chmod(0o755)
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._door is not None:
+            self._door.shutdown(socket.SHUT_RDWR)  # wakes its thread
+            self._door.close()
         _end_hosts(self._keepers)
 
     def mpirun(
@@ -102,6 +119,13 @@ class TwoHosts:
         """Takes the link away for good: nothing arrives any more, and nobody is told."""
         _run(*self._enter(1), "ip", "link", "set", "eth0", "down")
 
+    def filter_packets(self, ports: str) -> None:
+        """From now on connections over the link arrive at these TCP ports alone, "FIRST:LAST"; others get no answer."""
+        for host in (0, 1):
+            where = [*self._enter(host), "iptables", "-A", "INPUT", "-i", "eth0"]
+            _run(*where, "-p", "tcp", "--syn", "!", "--dport", ports, "-j", "DROP")
+            _run(*where, "!", "-p", "tcp", "-j", "DROP")
+
     def kill_second(self) -> None:
         """Ends all processes of the second host, and its network."""
         keeper = self._keepers[1]
@@ -128,7 +152,39 @@ class TwoHosts:
         )  # fmt: skip
 
     def _enter(self, host: int) -> list[str]:
-        return ["nsenter", "-t", str(self._keepers[host].pid), "-n", "-u"]
+        keeper = self._keepers[host].pid
+        if not self._has_own_processes:
+            return ["nsenter", "-t", str(keeper), "-n", "-u"]
+        first = pathlib.Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()[0]
+        return ["nsenter", "-t", first, "-n", "-u", "-p", "-m"]
+
+    def _open_door(self, path: pathlib.Path) -> pathlib.Path:
+        """A socket at which ``_ASK_PORTER`` has commands run on the second host, with its own stdin and so on."""
+        door = self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        door.bind(str(path))
+        door.listen()
+
+        def run(asked: socket.socket) -> None:
+            with asked:
+                text, files, *_ = socket.recv_fds(asked, 1 << 20, 3)
+                words, environment = json.loads(text)
+                try:
+                    code = subprocess.call(
+                        [*self._enter(1), *words], env=environment, stdin=files[0], stdout=files[1], stderr=files[2]
+                    )
+                finally:
+                    for file in files:
+                        os.close(file)
+                with contextlib.suppress(OSError):  # who asked has been killed
+                    asked.send(str(code).encode())
+
+        def listen() -> None:
+            with contextlib.suppress(OSError):  # it is closed
+                while True:
+                    threading.Thread(target=run, args=(door.accept()[0],), daemon=True).start()
+
+        threading.Thread(target=listen, daemon=True).start()
+        return path
 
     def _link(self) -> None:
         first, second = (str(keeper.pid) for keeper in self._keepers)
@@ -230,11 +286,12 @@ def _exported(variables: dict[str, str]) -> list[str]:
     return [word for name in variables for word in ("-x", name)]
 
 
-def _keep_host(name: str) -> subprocess.Popen[str]:
+def _keep_host(name: str, has_own_processes: bool = False) -> subprocess.Popen[str]:
     """A process in new namespaces, which live as long as it does."""
+    processes = ["--pid", "--fork", "--kill-child", "--mount-proc"] if has_own_processes else []
     script = f"hostname {name} && echo ready && exec cat"
     keeper = subprocess.Popen(
-        ["unshare", "--net", "--uts", "sh", "-c", script],
+        ["unshare", "--net", "--uts", *processes, "sh", "-c", script],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     assert keeper.stdout is not None

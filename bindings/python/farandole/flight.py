@@ -6,6 +6,7 @@ through /proc.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -21,13 +22,13 @@ _MAGIC = b"fflight2"
 _LINE = 64
 _EVENTS = 2048
 _HEADER = struct.Struct("<8sQIIQq")
-_TOTALS = struct.Struct("<6q")
+_TOTALS = struct.Struct("<8q")
 _EVENT = struct.Struct("<QqqqqBBBxIII72s")
 _RING = 2 * _LINE + _EVENTS * _EVENT.size
 _STEPS = ("none", "submitted", "stalled", "failed")
-_STEP = "optimizer step"  # ranks compare these on their own; nobody waits for it
+STEP = "optimizer step"  # ranks compare these on their own; nobody waits for it
 _KINDS = ("allreduce", "broadcast", "allgather", "reducescatter", "alltoall", "barrier",
-          "add_process_set", "remove_process_set", _STEP)  # fmt: skip
+          "add_process_set", "remove_process_set", STEP)  # fmt: skip
 _CODES = ("OK", "InvalidArgument", "Mismatch", "Timeout", "Unavailable", "Aborted", "ResourceExhausted",
           "Unimplemented", "Internal")  # fmt: skip
 _FINAL = ("Timeout", "Unavailable", "Internal")  # codes of errors that end all work
@@ -52,8 +53,10 @@ class Event(NamedTuple):
     code: str
     at_s: float  # time of day
     is_finished: bool
-    bytes: int = 0  # of a file
-    dtype: str = ""
+    bytes: int = 0
+    dtype: str = ""  # of a file
+    decided_s: float = 0.0  # of a file: all ranks had submitted it; 0: not yet
+    ended_s: float = 0.0  # 0: not yet
 
     @property
     def operation(self) -> tuple[int, str, str]:
@@ -66,7 +69,8 @@ class Event(NamedTuple):
 
 class Steps(NamedTuple):
     """All steps of training of a rank, and for how long, in ns, they took; for how long of that its thread was blocked
-    in operations, waited for input, could have run and had no processor, and the garbage collector ran."""
+    in operations of all ranks, waited for input, could have run and had no processor, the garbage collector ran, it was
+    blocked in operations of other groups; and for how long the network needed for what was sent to other hosts."""
 
     steps: int = 0
     ns: int = 0
@@ -74,6 +78,8 @@ class Steps(NamedTuple):
     input_ns: int = 0
     queued_ns: int = 0
     collecting_ns: int = 0
+    other_groups_ns: int = 0
+    link_ns: int = 0
 
 
 class Flight(NamedTuple):
@@ -90,15 +96,17 @@ class Flight(NamedTuple):
     error: dict[str, Any] | None = None  # the final one
     steps: Steps = Steps()  # of a running rank
 
+    def calls(self) -> list[Event]:
+        """What was submitted of operations that need other ranks."""
+        return [event for event in self.events if event.step == "submitted" and event.kind != STEP]
+
     def pending(self) -> list[Event]:
         """The submissions that had not ended, or ended by the final error only."""
-        calls = (event for event in self.events if event.step == "submitted" and event.kind != _STEP)
-        return [event for event in calls if not event.is_finished or event.code in _FINAL]
+        return [event for event in self.calls() if not event.is_finished or event.code in _FINAL]
 
     def last(self) -> Event | None:
         """The last submission."""
-        calls = (event for event in reversed(self.events) if event.step == "submitted" and event.kind != _STEP)
-        return next(calls, None)
+        return next(reversed(self.calls()), None)
 
 
 def clock(at_s: float) -> str:
@@ -150,6 +158,7 @@ def _event(said: dict[str, Any]) -> Event:
         _text(said, "step"), _text(said, "kind"), _text(said, "name"), _number(said, "set"), _number(said, "call"),
         _text(said, "code"), _number(said, "at_ns", 1 << 63) / 1e9, _number(said, "finished_ns") > 0,
         _number(said, "bytes"), _text(said, "dtype"),
+        _number({"decided_ns": 0} | said, "decided_ns", 1 << 63) / 1e9, _number(said, "finished_ns", 1 << 63) / 1e9,
     )  # fmt: skip
 
 
@@ -199,11 +208,12 @@ def _of_ring(ring: bytes) -> Flight | None:
     events = []
     for number in range(max(written - _EVENTS, 0) + 1, written + 1):
         at = 2 * _LINE + (number - 1) % _EVENTS * _EVENT.size
-        noted, at_ns, _, finished_ns, _, _, kind, step, of_set, code, call, name = _EVENT.unpack_from(ring, at)
+        noted, at_ns, _, finished_ns, size_bytes, _, kind, step, of_set, code, call, name = _EVENT.unpack_from(ring, at)
         if noted == number and kind < len(_KINDS) and step < len(_STEPS) and code < len(_CODES):
             text = name.partition(b"\0")[0].decode(errors="replace")
-            at_s = (at_ns + wall_ns) / 1e9
-            events.append(Event(_STEPS[step], _KINDS[kind], text, of_set, call, _CODES[code], at_s, finished_ns > 0))
+            at_s, what = (at_ns + wall_ns) / 1e9, (_STEPS[step], _KINDS[kind], text, of_set, call, _CODES[code])
+            ended_s = (finished_ns + wall_ns) / 1e9 if finished_ns else 0.0
+            events.append(Event(*what, at_s, finished_ns > 0, size_bytes, ended_s=ended_s))
     steps = Steps(*_TOTALS.unpack_from(ring, _LINE))
     return Flight(rank, size, pid, socket.gethostname(), events, steps=steps)
 
@@ -230,15 +240,16 @@ def _of_memory(path: str) -> list[Flight]:
 def running() -> list[list[Flight]]:
     """The recorders of running ranks of this user, by the memory that ranks share."""
     found: dict[tuple[int, int], list[Flight]] = {}
-    for folder in pathlib.Path("/proc").glob("[0-9]*/fd"):
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
         try:
-            for path in folder.iterdir():
-                if os.readlink(path) not in _MEMORY:
-                    continue
-                status = path.stat()
-                identity = status.st_dev, status.st_ino
-                if identity not in found and status.st_uid == folder.parent.stat().st_uid:
-                    found[identity] = _of_memory(str(path))
+            owner, files = process.stat().st_uid, list((process / "fd").iterdir())
         except OSError:  # it has ended meanwhile, or is another user's
             continue
+        for path in files:
+            with contextlib.suppress(OSError):  # it was closed meanwhile
+                if os.readlink(path) in _MEMORY:
+                    status = path.stat()
+                    identity = status.st_dev, status.st_ino
+                    if identity not in found and status.st_uid == owner:
+                        found[identity] = _of_memory(str(path))
     return [sorted(flights) for flights in found.values() if flights]
