@@ -1,6 +1,7 @@
 #include "core/timeline.h"
 
 #include <pthread.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -32,8 +33,8 @@ std::string Microseconds(int64_t ns) {
   return std::to_string(ns / kNsPerUs) + "." + digits;
 }
 
-/// Spans count from the start of their file. The time of day of that start allows a reader to lay
-/// the files of several ranks over one another.
+/// Spans count from the start of their file. Its time on the clock that the ranks of a host share,
+/// and the time of day then, allow a reader to lay the files of several ranks over one another.
 int64_t EpochMicroseconds() {
   const auto now = std::chrono::system_clock::now().time_since_epoch();
   return std::chrono::duration_cast<std::chrono::microseconds>(now).count();
@@ -84,12 +85,13 @@ struct Timeline::Shared {
 /// The thread of one file. It alone touches the file, without the mutex.
 class Timeline::Writer {
  public:
-  Writer(std::shared_ptr<Shared> shared, std::string path, int rank, int64_t start_ns,
-         int64_t period_ns)
+  Writer(std::shared_ptr<Shared> shared, std::string path, TimelineOwner owner, int64_t start_ns,
+         int64_t start_epoch_us, int64_t period_ns)
       : shared_(std::move(shared)),
         path_(std::move(path)),
-        rank_(rank),
+        owner_(std::move(owner)),
         start_ns_(start_ns),
+        start_epoch_us_(start_epoch_us),
         period_ns_(period_ns) {}
 
   void Run() {
@@ -128,8 +130,9 @@ class Timeline::Writer {
 
   const std::shared_ptr<Shared> shared_;
   const std::string path_;
-  const int rank_;
+  const TimelineOwner owner_;
   const int64_t start_ns_;
+  const int64_t start_epoch_us_;
   const int64_t period_ns_;
   std::FILE* file_ = nullptr;
   size_t tracks_written_ = 0;
@@ -143,11 +146,14 @@ bool Timeline::Writer::Open() {
     error_ = path_ + "\" cannot be opened: " + std::strerror(errno);
     return false;
   }
-  const std::string rank = std::to_string(rank_);
+  const std::string rank = std::to_string(owner_.rank);
   const std::string text =
       "[\n{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":" + rank + ",\"args\":{\"name\":\"rank " +
-      rank + "\",\"start_time_since_epoch_in_micros\":" + std::to_string(EpochMicroseconds()) +
-      "}}\n]\n";
+      rank + "\",\"start_time_since_epoch_in_micros\":" + std::to_string(start_epoch_us_) +
+      ",\"size\":" + std::to_string(owner_.size) + ",\"job\":" + QuotedForJson(owner_.job) +
+      ",\"generation\":" + std::to_string(owner_.generation) +
+      ",\"start_ns\":" + std::to_string(start_ns_) + ",\"host\":" + QuotedForJson(HostName()) +
+      ",\"process\":" + std::to_string(getpid()) + "}}\n]\n";
   Check(std::fputs(text.c_str(), file_) >= 0);
   return true;
 }
@@ -180,7 +186,7 @@ void Timeline::Writer::Write(std::unique_lock<std::mutex>& lock) {
 // Under the mutex, as NameTrack may add a track at any time. Each track is named once per file.
 void Timeline::Writer::AppendNames(std::string& text) {
   for (; tracks_written_ < shared_->tracks.size(); ++tracks_written_) {
-    text += ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":" + std::to_string(rank_) +
+    text += ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":" + std::to_string(owner_.rank) +
             ",\"tid\":" + std::to_string(tracks_written_) +
             ",\"args\":{\"name\":" + QuotedForJson(shared_->tracks[tracks_written_]) + "}}";
   }
@@ -188,8 +194,8 @@ void Timeline::Writer::AppendNames(std::string& text) {
 
 void Timeline::Writer::Append(std::string& text, const TimelineSpan& span) const {
   text += ",\n{\"name\":" + QuotedForJson(span.what) +
-          ",\"ph\":" + (span.instant ? "\"i\"" : "\"X\"") + ",\"pid\":" + std::to_string(rank_) +
-          ",\"tid\":" + std::to_string(span.track) +
+          ",\"ph\":" + (span.instant ? "\"i\"" : "\"X\"") +
+          ",\"pid\":" + std::to_string(owner_.rank) + ",\"tid\":" + std::to_string(span.track) +
           ",\"ts\":" + Microseconds(span.begin_ns - start_ns_);
   // Scope of a mark: "g" draws it across all tracks, as the engine's concern all of them; "t"
   // across its own track alone.
@@ -201,12 +207,16 @@ void Timeline::Writer::Append(std::string& text, const TimelineSpan& span) const
     args += (args.empty() ? "\"bytes\":" : ",\"bytes\":") + std::to_string(span.bytes);
   if (!span.note.empty())
     args += (args.empty() ? "\"note\":" : ",\"note\":") + QuotedForJson(span.note);
+  if (span.set > 0) args += (args.empty() ? "\"set\":" : ",\"set\":") + std::to_string(span.set);
+  if (!span.dtype.empty())
+    args += (args.empty() ? "\"dtype\":" : ",\"dtype\":") + QuotedForJson(span.dtype);
   text += args.empty() ? "}" : ",\"args\":{" + args + "}}";
 }
 
-Timeline::Timeline(const Clock& clock, int rank, int64_t file_timeout_ns, int64_t period_ns)
+Timeline::Timeline(const Clock& clock, TimelineOwner owner, int64_t file_timeout_ns,
+                   int64_t period_ns)
     : clock_(clock),
-      rank_(rank),
+      owner_(std::move(owner)),
       file_timeout_ns_(file_timeout_ns),
       period_ns_(period_ns),
       shared_(std::make_shared<Shared>()) {}
@@ -215,7 +225,7 @@ Timeline::~Timeline() { (void)Stop(); }  // no caller can receive the error
 
 Status Timeline::Start(const std::string& path, bool marks_decisions) {
   if (path.empty()) return InvalidArgument("timeline: the path is empty");
-  if (rank_ != 0 && path.find(kRankPlaceholder) == std::string::npos) return {};
+  if (owner_.rank != 0 && path.find(kRankPlaceholder) == std::string::npos) return {};
   using State = Shared::State;
   std::unique_lock lock(shared_->mutex);
   if (shared_->state == State::kOpen && shared_->path == path) return {};
@@ -224,8 +234,9 @@ Status Timeline::Start(const std::string& path, bool marks_decisions) {
                            "\" is being written; stop it before \"" + path + "\"");
   }
   const int64_t start_ns = clock_.NowNs();
-  std::thread thread([writer = Writer(shared_, PathOf(path, rank_), rank_, start_ns,
-                                      period_ns_)]() mutable { writer.Run(); });
+  std::thread thread(
+      [writer = Writer(shared_, PathOf(path, owner_.rank), owner_, start_ns, EpochMicroseconds(),
+                       period_ns_)]() mutable { writer.Run(); });
   (void)pthread_setname_np(thread.native_handle(), "farandole-trace");  // for top and gdb
   thread.detach();
   shared_->state = State::kOpening;

@@ -27,10 +27,20 @@ struct TimelineSpan {
   const char* what = "";  ///< Static text.
   int64_t begin_ns = 0;
   int64_t end_ns = 0;
-  int64_t number = -1;    ///< Of the decision; -1: none.
-  int64_t bytes = -1;     ///< -1: unknown.
-  bool instant = false;   ///< A mark at begin_ns.
-  std::string note = {};  ///< Free text; empty: none.
+  int64_t number = -1;          ///< Of the decision; 0: agreed without one; -1: none.
+  int64_t bytes = -1;           ///< -1: unknown.
+  bool instant = false;         ///< A mark at begin_ns.
+  std::string note = {};        ///< Free text; empty: none.
+  uint32_t set = 0;             ///< Its uid; 0: all ranks.
+  std::string_view dtype = {};  ///< Static text; empty: unknown.
+};
+
+/// Whose timeline it is. Its file says so, for a reader to tell which files belong together.
+struct TimelineOwner {
+  int rank = 0;
+  int size = 1;
+  std::string job = {};     ///< The launcher's name of it; empty: it has none.
+  uint64_t generation = 1;  ///< Of an elastic job.
 };
 
 /// Off until Start; then spans gather in memory, and a thread writes them to the file, which is
@@ -46,7 +56,7 @@ class Timeline {
   /// @param clock  Of the spans.
   /// @param file_timeout_ns  How long Start and Stop wait for the file system.
   /// @param period_ns  From a span to its line in the file.
-  Timeline(const Clock& clock, int rank, int64_t file_timeout_ns = 5 * kNsPerSecond,
+  Timeline(const Clock& clock, TimelineOwner owner, int64_t file_timeout_ns = 5 * kNsPerSecond,
            int64_t period_ns = 50 * kNsPerMs);
   /// Stops.
   ~Timeline();
@@ -73,7 +83,7 @@ class Timeline {
   class Writer;
 
   const Clock& clock_;
-  const int rank_;
+  const TimelineOwner owner_;
   const int64_t file_timeout_ns_;
   const int64_t period_ns_;
   std::atomic<bool> on_{false};

@@ -124,6 +124,12 @@ run_pytest_libraries() {
 }
 
 # A Prometheus, unpacked and not installed, which would start it as a service; and a collector of OpenTelemetry's.
+run_pytest_traces() {
+  install_apart traces "$hta_package" || return
+  PYTHONPATH=$(echo "$FARANDOLE_VENV"/traces/lib/python*/site-packages) pytest_with pytest-traces "$python" \
+    test/python/collectives/test_trace.py -k holistic
+}
+
 run_pytest_monitoring() {
   local files=$repository/build/prometheus
   install_apart monitoring "${monitoring_packages[@]}" || return
@@ -234,6 +240,7 @@ other_environments() {
   must "Python tests without DLPack's C functions" run_pytest_older_torch
   must "Ray" run_pytest_ray
   must "Prometheus, OpenTelemetry" run_pytest_monitoring
+  must "HolisticTraceAnalysis" run_pytest_traces
   must "Lightning, Accelerate, JAX, MLX" run_pytest_libraries
   must "Python tests with Open MPI 5" run_pytest_openmpi5
 }

@@ -42,13 +42,13 @@ class TimelineEvents final : public EngineObserver {
     for (const DecidedKey& key : work.keys) {
       Operation* const operation = key.mine ? operations.Find(key.key) : nullptr;
       if (operation == nullptr) continue;
-      AddSpan(*operation, SpanOf(*operation), operation->submitted_ns, now_ns);
+      AddSpan(*operation, {0, SpanOf(*operation), operation->submitted_ns, now_ns, work.number});
     }
   }
 
   void OnDone(Operation& operation, int64_t now_ns) override {
     if (!timeline_.on()) return;
-    AddSpan(operation, SpanOf(operation) + kPrefix, operation.decided_ns, now_ns);
+    AddSpan(operation, {0, SpanOf(operation) + kPrefix, operation.decided_ns, now_ns});
   }
 
   void OnBatchDone(const Batch& batch, int64_t began_ns, int64_t now_ns) override {
@@ -66,9 +66,14 @@ class TimelineEvents final : public EngineObserver {
   }
 
  private:
-  void AddSpan(Operation& operation, const char* what, int64_t begin_ns, int64_t now_ns) {
+  void AddSpan(Operation& operation, TimelineSpan span) {
     if (operation.track == 0) operation.track = timeline_.NameTrack(TrackName(operation.name));
-    timeline_.Add({operation.track, what, begin_ns, now_ns, -1, TotalBytes(operation), false});
+    span.track = operation.track;
+    span.bytes = TotalBytes(operation);
+    span.set = operation.name.set;
+    const std::vector<TensorSignature>& tensors = operation.signature.tensors;
+    if (!tensors.empty()) span.dtype = Name(tensors.front().dtype);
+    timeline_.Add(span);
   }
 
   Timeline& timeline_;

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "coordinator/engine/engine_observer.h"
-#include "coordinator/engine/step_clock.h"
 #include "core/pause.h"
 
 namespace farandole {
@@ -53,6 +52,7 @@ EngineLoop::EngineLoop(const EngineOptions& options, const EngineParts& parts,
       operations_(shared.operations),
       submissions_(shared.submissions),
       announcer_(shared.announcer),
+      steps_(shared.steps),
       gpu_(shared.gpu),
       liveness_(shared.liveness),
       callers_(shared.callers),
@@ -156,7 +156,7 @@ bool EngineLoop::RunAgreed(Operation& operation) {
   if (known.id == kNoId) return false;
   const bool is_agreed = AllAgree(*agreement, known);
   const int64_t began_ns = std::exchange(now_ns_, parts_.clock->NowNs());
-  BlockedNs() += now_ns_ - began_ns;
+  steps_.NoteWait(operation.is_of_all_ranks, now_ns_ - began_ns);
   negotiation_.SetTime(now_ns_);
   if (!is_agreed) return false;
   negotiation_.NoteAgreed(known);
@@ -382,6 +382,8 @@ void EngineLoop::OnWork(const WorkDecision& work) {
   // A rank that has joined takes part without ever having started an operation on its GPU.
   if (work.device() == DeviceKind::kCuda) gpu_.SetInUse();
   parts_.counters->Add(Counter::kDecisions);
+  // The last rank may have submitted since this iteration began; for 0 see RunAgreed.
+  if (work.number > 0) now_ns_ = parts_.clock->NowNs();
   for (EngineObserver* const one : parts_.observers.decided)
     one->OnDecided(work, operations_, now_ns_);
   Note(executor_.Execute(work, now_ns_));
@@ -447,6 +449,9 @@ void EngineLoop::OnOperationDone(Operation& operation) {
   Complete(operation, operation.failure);
   if (operation.name.kind == OpKind::kStep) announcer_.StartLater(operation);
 }
+
+// The plane has worked since this iteration began.
+void EngineLoop::OnBatchEnds() { now_ns_ = parts_.clock->NowNs(); }
 
 void EngineLoop::OnBatchDone(const Batch& batch, int64_t began_ns) {
   for (EngineObserver* const one : parts_.observers.batch_done)

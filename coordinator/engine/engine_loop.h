@@ -13,6 +13,7 @@
 #include "coordinator/engine/lifecycle.h"
 #include "coordinator/engine/operation_registry.h"
 #include "coordinator/engine/step_announcer.h"
+#include "coordinator/engine/step_clock.h"
 #include "coordinator/engine/submission_queue.h"
 #include "coordinator/liveness/table.h"
 #include "coordinator/protocol/negotiation.h"
@@ -25,6 +26,7 @@ struct SharedParts {
   OperationRegistry& operations;
   SubmissionQueue& submissions;
   StepAnnouncer& announcer;
+  StepClock& steps;
   RankDevice& gpu;
   BorrowedMemory& memory;
   LivenessTable& liveness;
@@ -49,7 +51,7 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   enum class Runner : uint8_t { kEngine, kCaller, kWaiter };
   Outcome RunOnce(Runner runner);
   /// Time of the last RunOnce.
-  int64_t now_ns() const { return now_ns_; }
+  int64_t now_ns() const override { return now_ns_; }
   /// There is something to do, or to be looked after.
   bool IsBusy() const;
   /// What this rank has submitted is in flight: news of it may come at any time.
@@ -95,6 +97,7 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   // ExecutorEvents
   Operation* FindOperation(KeyId key) override { return operations_.Find(key); }
   void OnOperationDone(Operation& operation) override;
+  void OnBatchEnds() override;
   void OnBatchDone(const Batch& batch, int64_t began_ns) override;
 
   Outcome Advance();
@@ -129,6 +132,7 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   OperationRegistry& operations_;
   SubmissionQueue& submissions_;
   StepAnnouncer& announcer_;
+  StepClock& steps_;
   RankDevice& gpu_;
   LivenessTable& liveness_;
   const CallerThreads& callers_;
@@ -140,7 +144,7 @@ class EngineLoop final : private NegotiationListener, private ExecutorEvents {
   Executor executor_;
   FrameCoalescer coalescer_;
 
-  int64_t now_ns_ = 0;         // time of the current iteration
+  int64_t now_ns_ = 0;         // time of the current iteration, or of what it did last
   int64_t last_event_ns_ = 0;  // last iteration that moved something
   int64_t tick_ns_ = 0;        // when the negotiation wants its next Tick
   int64_t executor_poll_ns_ = -1;

@@ -374,7 +374,7 @@ Executor::StepResult Executor::Step(int64_t now_ns) {
   CountActiveTime(now_ns);
   StepResult result;
   for (size_t i = 0; i < running_.size() && result.status.ok();) {
-    if (Advance(*running_[i], now_ns, &result)) {
+    if (Advance(*running_[i], &result)) {
       Finish(i);
     } else if (result.status.ok()) {
       ++i;
@@ -385,9 +385,9 @@ Executor::StepResult Executor::Step(int64_t now_ns) {
 }
 
 // @return whether it is done; `result->status` says whether it failed.
-bool Executor::Advance(Running& run, int64_t now_ns, StepResult* result) {
+bool Executor::Advance(Running& run, StepResult* result) {
   const AcquiredMemory acquired(memory_);
-  result->status = acquired.is_held() ? StartIfNew(run, now_ns) : MemoryReleased();
+  result->status = acquired.is_held() ? StartIfNew(run) : MemoryReleased();
   return result->status.ok() && StepOne(run, result);
 }
 
@@ -398,10 +398,10 @@ DataPlane& Executor::PlaneOf(const Running& run) {
 
 // In decision order, also for batches that are several collectives to their plane: members must
 // start the collectives of a set in one order, so that no other starts between those of one batch.
-Status Executor::StartIfNew(Running& run, int64_t now_ns) {
+Status Executor::StartIfNew(Running& run) {
   const bool waits = run.set->starting != nullptr && run.set->starting != &run;
   if (run.operation != nullptr || waits) return {};
-  if (run.began_ns == 0) run.began_ns = now_ns;
+  if (run.began_ns == 0) run.began_ns = events_.now_ns();
   run.started_ns = active_ns_;
   run.set->starting = run.sizes.is_known && !IsAdasum(run.batch) ? nullptr : &run;
   Result<PlaneOperation*> started = Start(run);
@@ -461,6 +461,7 @@ bool Executor::StepOne(Running& run, StepResult* result) {
 void Executor::Launch(Running& run) {
   run.launched = true;
   run.device_bytes = run.batch.count * SizeOf(run.batch.dtype);
+  events_.OnBatchEnds();
   for (Operation* operation : run.operations) {
     operation->work->SetEnd(run.operation->end());
     if (--operation->batches_left == 0) events_.OnOperationDone(*operation);
@@ -493,6 +494,7 @@ void Executor::Finish(size_t position) {
   std::unique_ptr<Running> run = std::move(running_[position]);
   if (run->set->starting == run.get()) run->set->starting = nullptr;
   running_.erase(running_.begin() + static_cast<std::ptrdiff_t>(position));
+  if (!run->launched) events_.OnBatchEnds();
   for (Operation* operation : run->operations) {
     if (run->launched) break;
     if (--operation->batches_left == 0) events_.OnOperationDone(*operation);

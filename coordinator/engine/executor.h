@@ -31,6 +31,10 @@ class ExecutorEvents {
   virtual ~ExecutorEvents() = default;
   /// This rank's operation, or nullptr if it never prepared that key.
   virtual Operation* FindOperation(KeyId key) = 0;
+  /// A batch is done or launched. Comes before what it ends.
+  virtual void OnBatchEnds() {}
+  /// As of the last batch's end, or of what came after it: no reading of the clock of its own.
+  virtual int64_t now_ns() const = 0;
   /// All batches of the operation are done, or launched: its work then has their end.
   virtual void OnOperationDone(Operation& operation) = 0;
   /// It is complete, or launched and rank 0 may decide on further ones.
@@ -151,8 +155,8 @@ class Executor {
   Status ClaimOperations(const WorkDecision& work, std::span<const BatchPlan> plans,
                          int64_t now_ns);
   static DataPlane& PlaneOf(const Running& run);
-  bool Advance(Running& run, int64_t now_ns, StepResult* result);
-  Status StartIfNew(Running& run, int64_t now_ns);
+  bool Advance(Running& run, StepResult* result);
+  Status StartIfNew(Running& run);
   static Result<PlaneOperation*> Start(Running& run);
   /// One Step of a started batch. @return whether it is done.
   bool StepOne(Running& run, StepResult* result);

@@ -40,6 +40,21 @@ def test_each_rank_writes_its_spans_and_their_bytes(tmp_path):
         assert "start_time_since_epoch_in_micros" in text and "CYCLE_START" in text
 
 
+def test_decisions_and_batches_have_the_times_at_which_they_end(tmp_path):
+    path = tmp_path / "t.json"
+
+    def body(rank):
+        farandole.start_timeline(path)
+        for _ in range(3):
+            farandole.allreduce(np.ones(8), name="t")  # decided and done as soon as the engine sees it
+        farandole.stop_timeline()
+
+    run_threads(1, body)
+    spans = [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
+    assert {event["name"] for event in spans} == {"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "BATCH"}
+    assert [event for event in spans if event["dur"] <= 0] == []
+
+
 def test_without_a_place_for_the_rank_rank_0_alone_writes(tmp_path):
     def body(rank):
         farandole.start_timeline(tmp_path / "one.json")

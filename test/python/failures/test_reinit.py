@@ -12,6 +12,7 @@ import pytest
 
 import farandole as fl
 import warm_ranks
+from farandole.__main__ import main
 from ranks import environment, free_port, on_threads
 
 pytestmark = pytest.mark.once
@@ -57,6 +58,11 @@ while not leaves:
         assert pairs is None or pairs.process_set_id is None
         is_new = True
 fl.shutdown()
+"""
+
+TRACED = """
+import os, sys
+os.environ["FARANDOLE_TIMELINE"] = sys.argv[1] + "/timeline.{rank}.json"
 """
 
 #: The same with Horovod's interface.
@@ -133,6 +139,15 @@ class Members:
             time.sleep(0.01)
         raise AssertionError([self.notes(process)[-3:] for process in self.processes])
 
+    def await_timelines(self, generation, size):
+        files = [self.folder / f"timeline.{rank}.json" for rank in range(size)]
+        mark = f'"size":{size},"job":"","generation":{generation},'
+        until_s = time.monotonic() + PATIENCE_S
+        while not all(file.exists() and mark in file.read_text() for file in files):
+            assert time.monotonic() < until_s, [file.exists() and file.read_text()[:300] for file in files]
+            time.sleep(0.01)
+        return files
+
     def lose(self, process, signal_number):
         os.kill(process.pid, signal_number)
         self.processes.remove(process)
@@ -185,6 +200,16 @@ def test_a_newcomer_with_another_setting_is_refused_alone(members):
     members.processes.append(members.start())
     members.await_size(RANKS + 1)
     members.check_steps(other)
+
+
+@pytest.mark.parametrize("members", [TRACED + MEMBER], indirect=True, ids=[""])
+def test_timelines_of_an_earlier_generation_are_told_from_those_of_the_last(members, capsys):
+    _, by_rank = members.await_size(RANKS)
+    files = members.await_timelines(1, RANKS)
+    generation, _ = members.lose(by_rank[0], signal.SIGKILL)
+    members.await_timelines(generation, RANKS - 1)
+    assert main(["trace", str(members.folder), "-o", str(members.folder / "out")]) == 0
+    assert f'{files[-1]}: of job "", generation 1 of {RANKS} ranks; passed over' in capsys.readouterr().err
 
 
 @on_threads(2)

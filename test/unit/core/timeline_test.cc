@@ -13,6 +13,7 @@
 #include <string>
 #include <thread>
 
+#include "core/status.h"
 #include "test/support/fake_clock.h"
 
 namespace farandole {
@@ -38,7 +39,7 @@ class TimelineTest : public ::testing::Test {
 
   const std::string path_;
   FakeClock clock_;
-  Timeline timeline_{clock_, 0};
+  Timeline timeline_{clock_, {}};
 };
 
 TEST_F(TimelineTest, KeepsNothingBeforeItsStart) {
@@ -65,6 +66,27 @@ TEST_F(TimelineTest, IsWholeAfterEveryWrite) {
   EXPECT_THAT(Text(), HasSubstr("start_time_since_epoch_in_micros"));
 }
 
+TEST_F(TimelineTest, SaysWhoseClockItIsAndWhichSetAndDtypeASpanHas) {
+  ASSERT_TRUE(timeline_.Start(path_, false).ok());
+  const int64_t start = clock_.NowNs();
+  timeline_.Add({.what = "SUM", .begin_ns = start, .end_ns = start, .set = 3, .dtype = "float32"});
+  ASSERT_TRUE(timeline_.Stop().ok());
+  const std::string whose = "\"start_ns\":" + std::to_string(start) + ",\"host\":\"" + HostName() +
+                            "\",\"process\":" + std::to_string(getpid()) + "}";
+  EXPECT_THAT(Text(), HasSubstr(whose));
+  EXPECT_THAT(Text(), HasSubstr(R"("args":{"set":3,"dtype":"float32"})"));
+}
+
+TEST_F(TimelineTest, SaysWhichJobAndGenerationItIsOf) {
+  Timeline second(clock_, {1, 4, "slurm 7.\"0\"", 2});
+  ASSERT_TRUE(second.Start(path_ + "{rank}", false).ok());
+  ASSERT_TRUE(second.Stop().ok());
+  std::ostringstream text;
+  text << std::ifstream(path_ + "1").rdbuf();
+  (void)std::remove((path_ + "1").c_str());
+  EXPECT_THAT(text.str(), HasSubstr(R"("size":4,"job":"slurm 7.\"0\"","generation":2,)"));
+}
+
 TEST_F(TimelineTest, CutsASpanThatBeganBeforeItsStart) {
   const int64_t before = clock_.NowNs();
   clock_.Advance(5000);
@@ -75,7 +97,7 @@ TEST_F(TimelineTest, CutsASpanThatBeganBeforeItsStart) {
 }
 
 TEST_F(TimelineTest, CountsWhatItCannotKeep) {
-  Timeline idle(clock_, 0, 60 * kNsPerSecond, 3600 * kNsPerSecond);  // writes at the end alone
+  Timeline idle(clock_, {}, 60 * kNsPerSecond, 3600 * kNsPerSecond);  // writes at the end alone
   ASSERT_TRUE(idle.Start(path_, false).ok());
   for (size_t i = 0; i < Timeline::kMost + 3; ++i) idle.AddInstant("MARK", clock_.NowNs());
   ASSERT_TRUE(idle.Stop().ok());
@@ -84,7 +106,7 @@ TEST_F(TimelineTest, CountsWhatItCannotKeep) {
 }
 
 TEST_F(TimelineTest, WritesARanksOwnFileWhereThePathAsksForIt) {
-  Timeline third(clock_, 3);
+  Timeline third(clock_, {3});
   ASSERT_TRUE(third.Start("/nowhere/one_file", false).ok());
   EXPECT_FALSE(third.on());
   const Status refused = third.Start("/nowhere/{rank}.json", false);
@@ -129,7 +151,7 @@ class TimelineOnAPipe : public TimelineTest {
     }
   }
 
-  Timeline patient_{clock_, 0, 500 * kNsPerMs};
+  Timeline patient_{clock_, {}, 500 * kNsPerMs};
 };
 
 TEST_F(TimelineOnAPipe, GivesUpAnOpenThatDoesNotReturn) {
