@@ -8,6 +8,7 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "bindings/c/handles.h"
 #include "coordinator/protocol/splits.h"
@@ -615,7 +616,9 @@ void farandole_note_time(int what, int64_t ns) {
 }
 
 void farandole_end_step(farandole_context* context) {
-  if (context != nullptr) context->generation->engine().EndStep();
+  if (context == nullptr) return;
+  farandole::Engine& engine = context->generation->engine();
+  engine.EndStep(engine.lifecycle().joins());  // as rounds do, which may end steps, too
 }
 
 void farandole_describe_with(farandole_describe describe) {
@@ -710,6 +713,23 @@ int farandole_get_setting(const farandole_context* context, const char* name,
     return FARANDOLE_OK;
   }
   return Report(farandole::InvalidArgument(std::string(name) + " is not a setting of Farandole"));
+} catch (...) {
+  return ReportException();
+}
+
+int farandole_setting_at(const farandole_context* context, int64_t index, const char** name,
+                         const char** value, const char** initial) try {
+  if (context == nullptr || name == nullptr || value == nullptr || initial == nullptr)
+    return ReportNull("context, name, value or initial");
+  thread_local std::vector<farandole::SettingText> texts;  // as that of farandole_get_setting
+  texts = farandole::Describe(context->generation->config());
+  *name = nullptr;
+  if (static_cast<size_t>(index) >= texts.size()) return FARANDOLE_OK;
+  const farandole::SettingText& setting = texts[static_cast<size_t>(index)];
+  *name = setting.name.c_str();
+  *value = setting.value.c_str();
+  *initial = setting.initial.c_str();
+  return FARANDOLE_OK;
 } catch (...) {
   return ReportException();
 }

@@ -406,6 +406,7 @@ void BindContext(py::module_& m) {
       .def("slot_range", &Context::SlotRange)
       .def("counters", &Context::Counters)
       .def("setting", &Context::Setting, py::arg("name"))
+      .def("settings", &Context::Settings)
       .def("start_timeline", &Context::StartTimeline, py::arg("path"), py::arg("mark_cycles"))
       .def("stop_timeline", &Context::StopTimeline)
       .def("set_timeout", &Context::SetTimeout, py::arg("timeout_s"))

@@ -310,6 +310,18 @@ std::string Context::Setting(const std::string& name) const {
   return value;
 }
 
+std::vector<std::array<std::string, 3>> Context::Settings() const {
+  std::vector<std::array<std::string, 3>> all;
+  const char* name = nullptr;
+  const char* value = nullptr;
+  const char* initial = nullptr;
+  for (int64_t index = 0;; ++index) {
+    Check(farandole_setting_at(get(), index, &name, &value, &initial));
+    if (name == nullptr) return all;
+    all.push_back({name, value, initial});
+  }
+}
+
 void Context::StartTimeline(const std::string& path, bool mark_cycles) {
   farandole_context* handle = get();
   const CallGuard guard(*this);

@@ -10,6 +10,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <array>
 #include <cstdint>
 #include <deque>
 #include <list>
@@ -128,6 +129,8 @@ class Context : public std::enable_shared_from_this<Context> {
   pybind11::dict Counters() const;
   /// The value of FARANDOLE_...; @throw ValueError if there is no such setting.
   std::string Setting(const std::string& name) const;
+  /// All: name, value, default.
+  std::vector<std::array<std::string, 3>> Settings() const;
   void StartTimeline(const std::string& path, bool mark_cycles);
   void StopTimeline();
   void SetTimeout(double timeout_s);

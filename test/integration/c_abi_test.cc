@@ -259,6 +259,12 @@ TEST_F(CAbi, RefusesNullByTheNameOfThePointer) {
   all.Try("timeline_stop", farandole_timeline_stop, "context", context);
   all.Try("get_setting", farandole_get_setting, "context name value", context, "FARANDOLE_WINDOW",
           &text);
+  const char* name = nullptr;
+  const char* initial = nullptr;
+  all.Try("setting_at", farandole_setting_at, "context - name value initial", context, 0, &name,
+          &text, &initial);
+  EXPECT_EQ(farandole_setting_at(context, 1 << 20, &name, &text, &initial), FARANDOLE_OK);
+  EXPECT_EQ(name, nullptr);
   uint8_t digest[32] = {};
   all.Try("sha256", farandole_sha256, "data - digest", "abc", size_t{3}, digest);
   EXPECT_EQ(farandole_sha256("abc", 3, digest), FARANDOLE_OK);

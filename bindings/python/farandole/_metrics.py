@@ -20,13 +20,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from farandole import _core
+from farandole import _core, _record
 from farandole.exceptions import HorovodInternalError
 
 if TYPE_CHECKING:
     from farandole.basics import Context, Topology
 
 _VARIABLE = "FARANDOLE_METRICS"
+_RECORD = "FARANDOLE_RECORD"
 _EXPECTED = (
     "file:PATH.prom, port:NUMBER, port:ADDRESS:NUMBER, otlp and label:NAME=VALUE, separated by commas; "
     "a number is from 1 to 65535"
@@ -112,7 +113,9 @@ METRICS: Sequence[Metric] = (
     _counter("step_seconds", "The time of these steps.", lambda counts: counts["step_ns"] / 1e9, "seconds"),
     _counters("step_parts_seconds", "Of this time, in which the training thread did not compute; parts may overlap.",
               "part", {"blocked": "blocked_ns", "input": "input_ns", "no_processor": "queued_ns",
-                       "garbage_collection": "collecting_ns"}, "seconds", 10**9),
+                       "garbage_collection": "collecting_ns", "other_groups": "other_groups_ns"}, "seconds", 10**9),
+    _counter("link_seconds", "The time in which the network carries what was sent to another host in steps, on the "
+             "fastest connection.", lambda counts: counts["link_ns"] / 1e9, "seconds"),
     _counter("batches", "Batches of fused tensors that were started.", "batches"),
     _counter("tensors", "Tensors in these batches.", "tensors"),
     _counter("batch_bytes", "Data of these tensors.", "batch_bytes", "bytes"),
@@ -144,6 +147,12 @@ METRICS: Sequence[Metric] = (
     _gauge("generation", "Generation of an elastic job; else 1.", lambda rank: rank.generation),
 )  # fmt: skip
 _RESERVED = {"rank"}.union(*[metric.labels for metric in METRICS])
+
+
+def values_by_name(rank: Rank) -> dict[str, float]:
+    """What the records of a rank have: of several series of a metric with its label, "operations.barrier"."""
+    series = ((metric, *one) for metric in METRICS if metric.name != "info" for one in metric.values(rank))
+    return {".".join([metric.name, *labels.values()]): value for metric, labels, value in series}
 
 
 class Targets(NamedTuple):
@@ -259,9 +268,9 @@ def _said(labels: Mapping[str, str]) -> str:
 class _Warnings:
     """What of the metrics cannot be had; each once. It ends no job."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, variable: str) -> None:
         rank, size, *_ = context.topology
-        self._head = f"[farandole {rank}/{size}] warning: {_VARIABLE}"
+        self._head = f"[farandole {rank}/{size}] warning: {variable}"
         self._is_on = context.core.setting("FARANDOLE_LOG_LEVEL") not in ("error", "off")
         self._said: set[str] = set()
 
@@ -424,9 +433,10 @@ def _path_of(path: str, rank: int) -> str:
 class _Process:
     lock = threading.RLock()  # of what follows
     source = _Source()
-    exports: list[_Export | _OtlpExport] = []
+    exports: list[_Export | _OtlpExport | _record.Recording] = []
     warnings: _Warnings
     last: _Export | None = None  # with a file
+    record: _record.File | None = None
 
 
 def follow(context: Context | None) -> None:
@@ -447,12 +457,17 @@ def follow(context: Context | None) -> None:
 
 
 def _begin(context: Context) -> None:
-    warnings = _Process.warnings = _Warnings(context)
+    warnings = _Process.warnings = _Warnings(context, _VARIABLE)
+    targets, folder = Targets(), context.core.setting(_RECORD)
     with warnings.instead("no metrics"):
-        if (targets := read_targets()) == Targets():
-            return
-        source, topology = _Process.source, context.topology
-        source.begin(context)
+        targets = read_targets()
+    if targets == Targets() and not folder:
+        return
+    source, topology = _Process.source, context.topology
+    source.begin(context)
+    if folder:
+        _record_run(folder, context)
+    with warnings.instead("no metrics"):
         labels = {"rank": str(topology.rank), **targets.labels}
         if targets.path or targets.address:
             with warnings.instead("no metrics by file and port"):
@@ -462,6 +477,18 @@ def _begin(context: Context) -> None:
         if targets.is_otlp:
             with warnings.instead("no metrics by otlp"):
                 _Process.exports.append(_OtlpExport(source, labels))
+
+
+def _record_run(folder: str, context: Context) -> None:
+    def values() -> dict[str, float] | None:
+        rank = _Process.source.read()
+        return rank and values_by_name(rank)
+
+    instead = functools.partial(_Warnings(context, _RECORD).instead, f"no more is recorded in {folder}")
+    with instead():
+        if _Process.record is None:
+            _Process.record = _record.File(folder, _record.head(context, [*(values() or ())]))
+        _Process.exports.append(_record.Recording(context, _Process.record, values, instead))
 
 
 def follow_group(context: Context) -> None:
@@ -490,7 +517,9 @@ def _remove_file_of_former_rank(export: _Export) -> None:
 def _forget() -> None:
     for export in _Process.exports:
         export.forget()
-    _Process.source, _Process.exports, _Process.last = _Source(), [], None
+    if _Process.record is not None:
+        _Process.record.close()
+    _Process.source, _Process.exports, _Process.last, _Process.record = _Source(), [], None, None
     _Process.lock = threading.RLock()
 
 

@@ -106,7 +106,7 @@ def evaluate(
     Runs ``measure(model, batch)`` on this rank's batches in eval mode and without gradients; then the
     ranks combine what they have. They may have different numbers of batches and samples, also none:
     ``Subset(data, range(rank(), len(data), size()))`` shares out a data set without repetitions.
-    docs/training.md, "Metrics and evaluation", has an example.
+    docs/recipes.md, "Evaluation and metrics", has an example.
 
     Args:
         model: Its modules return to their training or eval mode afterwards.
