@@ -363,6 +363,12 @@ typedef struct farandole_params {
    * same name are then refused, and messages use this name. Copied; at most 4096 bytes. */
   const char* function;
 } farandole_params;
+/** Params of all ranks and host memory, without factors. Set what differs, such as `root`. */
+static inline farandole_params farandole_params_of(int32_t kind, int32_t op) {
+  const farandole_params params = {
+      sizeof(farandole_params), kind, op, 1.0, 1.0, -1, 0, 0, 0, FARANDOLE_CPU, 0, NULL, NULL};
+  return params;
+}
 
 /** Prepares `name` for repeated starts. The same name, kind, function and set return the same
  * operation. Its description is replaced if it is not in flight, and *version (may be NULL) becomes
@@ -686,7 +692,9 @@ typedef struct farandole_gradient_options {
   int32_t label_count; /**< of labels; 0 without */
   int32_t has_flag;    /**< 1: for farandole_gradients_raise_flag */
   int32_t is_late;     /**< 1: gradients are due at the end of a backward pass, not during it */
-  int64_t group_bytes; /**< of a group; 0: the setting FARANDOLE_GROUP_BYTES */
+  /** Of a group; 0: the setting FARANDOLE_GROUP_BYTES, or with FARANDOLE_AUTOTUNE=1 what is found
+   * better in the first optimizer's first steps. */
+  int64_t group_bytes;
   /** Gives memory to the result of gradient `tensor` where this rank marked it absent with `out`
    * NULL and another rank contributed one; `rows` is NULL. NULL: the library's memory, see
    * farandole_gradients_take_result. It is called as of a
@@ -704,7 +712,7 @@ typedef struct farandole_round_status {
   int32_t has_marked;     /**< a gradient was marked in the open round */
   int32_t has_unreduced;  /**< gradients were accumulated that no successful round has reduced */
   int32_t flag;           /**< some rank raised its flag in the round last waited for */
-  int32_t groups;         /**< formed; 0 before the first round */
+  int32_t groups;         /**< formed; 0 before the first round; autotuning changes them */
   int32_t number;         /**< of the optimizer, from 0; -1: a prefix was given */
   int64_t rounds;         /**< that were waited for, failed ones included */
   int64_t succeeded;      /**< of them */
@@ -831,6 +839,12 @@ FARANDOLE_API int farandole_sha256(const void* data, size_t size, uint8_t* diges
  * Valid until the thread's next farandole call. Errors: INVALID_ARGUMENT if there is none. */
 FARANDOLE_API int farandole_get_setting(const farandole_context* context, const char* name,
                                         const char** value);
+
+/** One setting after the other, from index 0 on: its name, its value, and the value it has where
+ * none is given; texts that are valid until the thread's next farandole call. Past the last one
+ * `name` is NULL. Errors: INVALID_ARGUMENT for NULL. */
+FARANDOLE_API int farandole_setting_at(const farandole_context* context, int64_t index,
+                                       const char** name, const char** value, const char** initial);
 
 #ifdef __cplusplus
 }

@@ -49,7 +49,7 @@ Status CheckOptions(const farandole_gradient_options& options) {
 
 Result<GradientRound::Options> ToOptions(const farandole_params& params,
                                          const farandole_gradient_options& options,
-                                         int64_t group_bytes) {
+                                         const farandole::Config& config) {
   if (params.kind != FARANDOLE_ALLREDUCE) {
     return farandole::InvalidArgument("gradients of kind " + std::to_string(params.kind) +
                                       "; expected FARANDOLE_ALLREDUCE");
@@ -59,10 +59,19 @@ Result<GradientRound::Options> ToOptions(const farandole_params& params,
   GradientRound::Options round;
   round.common = std::move(common).value();
   if (options.prefix != nullptr) round.prefix = options.prefix;
-  round.group_bytes = options.group_bytes > 0 ? options.group_bytes : group_bytes;
+  round.group_bytes = options.group_bytes > 0 ? options.group_bytes : config.group_bytes;
   round.overlaps = options.is_late == 0;
   round.has_flag = options.has_flag != 0;
   return round;
+}
+
+/// The first optimizer of all ranks, as the file has one size. On an 8-bit wire other groups would
+/// be other sums: they lose the residuals of those before them.
+bool IsTuned(farandole::Generation& generation, const farandole_gradient_options& options,
+             int32_t wire, uint32_t set) {
+  return generation.config().autotune && options.group_bytes == 0 && options.prefix == nullptr &&
+         wire != FARANDOLE_WIRE_INT8 && set == farandole::kGlobalSet &&
+         generation.wraps().count(set) == 0;
 }
 
 std::vector<std::string> ToLabels(const char* const* labels, int32_t count) {
@@ -86,9 +95,13 @@ int farandole_gradients_create(farandole_context* context, const farandole_param
   if (const int code = farandole::FromSetHandle(*context->generation, params->set, &uid))
     return code;
   Result<GradientRound::Options> round =
-      ToOptions(*params, *options, context->generation->config().group_bytes);
+      ToOptions(*params, *options, context->generation->config());
   if (!round.ok()) return Report(round.status());
   round.value().set = uid;
+  if (IsTuned(*context->generation, *options, params->wire, uid)) {
+    round.value().tuner.emplace(round.value().group_bytes);
+    round.value().tuning_file = context->generation->config().autotune_log;
+  }
   Result<std::vector<farandole::TensorSignature>> signatures =
       farandole::ToTensorSignatures(tensors, count);
   if (!signatures.ok()) return Report(signatures.status());

@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
 #include <iterator>
 #include <numeric>
 #include <utility>
@@ -80,6 +83,7 @@ void GradientRound::Bind(Engine& engine, WrapComparison* wraps, std::vector<std:
   now_->wraps = wraps;
   now_->prefix = options_.prefix;
   now_->joins = engine.lifecycle().joins();
+  if (options_.tuner) options_.tuner.emplace(options_.group_bytes);  // not ended: it begins again
   stepped_ = succeeded_;  // else this rank would count a step that who has just come does not
   if (!options_.prefix.empty() || wraps == nullptr) return;
   if (labels.empty())
@@ -411,13 +415,33 @@ Status GradientRound::End(std::string_view failed) {
   for (Group& group : now_->groups) {
     if (group.work == nullptr) Start(group, failed);
   }
-  if (!now_->has_order) StartOrder(failed);
+  if (IsOrderDue()) StartOrder(failed);
   return now_->first_error;
+}
+
+// If the set has ended, none is.
+bool GradientRound::IsFirstRank() const {
+  const Result<ProcessSetInfo> set = now_->engine->operations().FindSet(options_.set);
+  return set.ok() && set.value().ranks.front() == now_->engine->rank();
+}
+
+// Only the first rank's tuner counts: it is asked nowhere else, as sizes that others found would
+// not be used.
+void GradientRound::ChooseGroups() {
+  round_.learned_groups = {options_.group_bytes, kNever};
+  if (!IsTuning() || !IsFirstRank()) return;
+  const int64_t bytes = options_.tuner->Next();
+  constexpr auto kRounds = static_cast<int64_t>(GroupTuner::kRounds);
+  round_.learned_groups = {bytes, options_.tuner->is_done() ? kNever : kRounds - 1};
 }
 
 void GradientRound::StartOrder(std::string_view failed) {
   round_.learned_order = round_.order;
   round_.learned_order.resize(gradients_.size());  // a failed pass has marked fewer
+  round_.learned_bytes.clear();
+  for (const Gradient& gradient : gradients_)
+    round_.learned_bytes.push_back(gradient.tensor.Bytes());
+  ChooseGroups();
   Result<std::shared_ptr<Work>> started = SubmitOrder(failed);
   if (started.ok()) {
     round_.order_work = started.value();
@@ -426,15 +450,15 @@ void GradientRound::StartOrder(std::string_view failed) {
   }
 }
 
-// The first rank of the set reports the order in which it marked its tensors: the sum of one
-// contribution, and not a broadcast, which would fail if that rank has joined. Then nobody has
-// contributed, and the next round asks again.
+// The first rank of the set reports the order in which it marked its tensors, their sizes, and that
+// of groups: the sum of one contribution, and not a broadcast, which would fail if that rank has
+// joined. Then nobody has contributed, and the next round asks again.
 Result<std::shared_ptr<Work>> GradientRound::SubmitOrder(std::string_view failed) {
   Signature signature;
-  Result<ProcessSetInfo> set = now_->engine->operations().FindSet(options_.set);
-  // If the set has ended, Prepare fails with the reason.
-  const bool is_first = set.ok() && set.value().ranks.front() == now_->engine->rank();
-  signature.tensors.push_back({"order", DType::kInt32, {static_cast<int64_t>(gradients_.size())}});
+  const auto count = static_cast<int64_t>(gradients_.size());
+  signature.tensors.push_back({"order", DType::kInt32, {count}});
+  signature.tensors.push_back({"bytes", DType::kInt64, {count}});
+  signature.tensors.push_back({"groups", DType::kInt64, {2}});
   // Without elements: its shape is compared.
   const int64_t wraps = now_->number < 0 ? 0 : now_->wraps->count(options_.set);
   signature.tensors.push_back({kWrapCount, DType::kInt32, {0, wraps}});
@@ -442,10 +466,11 @@ Result<std::shared_ptr<Work>> GradientRound::SubmitOrder(std::string_view failed
       {options_.set, OpKind::kAllreduce, now_->prefix + "number and order"}, signature);
   FARANDOLE_RETURN_IF_ERROR(prepared.status());
   const HeldOperation held(prepared.value());
-  const std::array<const void*, 2> in = {round_.learned_order.data(), nullptr};
-  const std::array<void*, 2> out = {round_.learned_order.data(), nullptr};
+  const std::array<void*, 4> out = {round_.learned_order.data(), round_.learned_bytes.data(),
+                                    round_.learned_groups.data(), nullptr};
+  const std::array<const void*, 4> in = {out[0], out[1], out[2], nullptr};
   Vote vote;
-  if (!is_first) vote.absent = FullMask(2);
+  if (!IsFirstRank()) vote.absent = FullMask(4);
   vote.failed = failed;
   return now_->engine->Start(*prepared.value(), in, out, vote);
 }
@@ -483,6 +508,7 @@ void GradientRound::CloseGroup(Group& group) {
 // with another number of gradients disagree about their order, and perhaps about nothing else.
 void GradientRound::CloseRound(Status* outcome) {
   ++rounds_;
+  if (now_->rounds_to_order > 0 && now_->rounds_to_order != kNever) --now_->rounds_to_order;
   for (Group& group : now_->groups) CloseGroup(group);
   if (round_.order_work != nullptr) NoteError(round_.order_work->status());
   *outcome = std::exchange(now_->first_error, Status());
@@ -491,6 +517,11 @@ void GradientRound::CloseRound(Status* outcome) {
   if (outcome->code() == Code::kMismatch &&
       outcome->message().find(kWrapCount) != std::string::npos)
     *outcome = Status(outcome->code(), outcome->message() + kWrapAlike, outcome->facts());
+  if (IsTuning()) {
+    const int64_t now_ns = now_->engine->clock().NowNs();
+    const int64_t before_ns = std::exchange(now_->closed_ns, now_ns);
+    if (outcome->ok() && before_ns > 0) options_.tuner->AddStep(now_ns - before_ns);
+  }
   if (outcome->ok()) {
     ++succeeded_;
     has_unreduced_ = false;
@@ -524,8 +555,10 @@ void GradientRound::ResetRound() {
 
 // Forms the groups once the order is known. Every rank sees the same outcome of the operation that
 // carries it, and the same tensors that nobody contributed, so all switch together, also where a
-// result found no memory on one of them. Those tensors,
-// such as frozen parameters, would make the tail that backward cannot hide longer: they come last.
+// result found no memory on one of them. Sizes are the first rank's too: ranks that disagree about
+// theirs would form different groups, and wait for each other where they now get a Mismatch. Those
+// tensors, such as frozen parameters, would make the tail that backward cannot hide longer: they
+// come last.
 void GradientRound::LearnOrder() {
   if (round_.order_work == nullptr || !round_.order_work->status().ok() ||
       round_.order_work->skipped(0))
@@ -534,17 +567,34 @@ void GradientRound::LearnOrder() {
     return NoteError(Internal("the first rank of process set " + std::to_string(options_.set) +
                               " sent an order of gradients that does not have each of them once"));
   }
-  std::vector<int64_t> bytes;
-  for (const Gradient& gradient : gradients_) bytes.push_back(gradient.tensor.Bytes());
+  const int64_t group_bytes = round_.learned_groups[0];
+  now_->rounds_to_order = round_.learned_groups[1];
+  if (now_->rounds_to_order == kNever && now_->engine->size() > 1) KeepTuned(group_bytes);
   const auto is_idle = [&](int32_t i) { return gradients_[static_cast<size_t>(i)].is_skipped; };
   std::vector<int32_t> idle;
   std::ranges::copy_if(round_.learned_order, std::back_inserter(idle), is_idle);
   std::erase_if(round_.learned_order, is_idle);
   std::vector<std::vector<int32_t>> groups =
-      FormGroups(round_.learned_order, bytes, options_.group_bytes);
+      FormGroups(round_.learned_order, round_.learned_bytes, group_bytes);
   if (groups.empty()) groups.emplace_back();
   groups.back().insert(groups.back().end(), idle.begin(), idle.end());
   NoteError(UseGroups(std::move(groups), true));  // reported at the next round's end
+}
+
+// Who comes first in another generation goes on with what was found, and does not begin again. The
+// line is a warning, as others are not shown unless asked for; this one was, by the setting.
+void GradientRound::KeepTuned(int64_t group_bytes) {
+  options_.group_bytes = group_bytes;
+  const std::optional<GroupTuner> tuner = std::exchange(options_.tuner, std::nullopt);
+  if (!tuner || !tuner->is_done()) return;
+  Log& log = now_->engine->log();
+  log.Write(LogLevel::kWarning, "autotuning has ended: " + tuner->Describe());
+  if (options_.tuning_file.empty()) return;
+  std::ofstream file(options_.tuning_file);
+  file << tuner->Report() << std::flush;
+  if (!file)
+    log.Write(LogLevel::kError, "FARANDOLE_AUTOTUNE_LOG=\"" + options_.tuning_file +
+                                    "\" cannot be written: " + std::strerror(errno));
 }
 
 // The round last waited for is at the end of now_->ends. Events that CompletedRounds has removed

@@ -6,15 +6,18 @@
 // backward pass; the order learned in the first round needs no clock (docs/decisions.md).
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
 #include "coordinator/engine/engine.h"
+#include "coordinator/gradients/group_tuner.h"
 #include "coordinator/gradients/wrap_comparison.h"
 
 namespace farandole {
@@ -33,10 +36,12 @@ std::vector<std::vector<int32_t>> FormGroups(std::span<const int32_t> order,
 ///
 ///   [CountPass] Open -> Accumulated ... Mark ... -> Compare -> End -> Wait -> [Stepped]
 ///
-/// In the first round all tensors are one group, and the set's first rank tells its marking order;
-/// from then on that order's groups are one key each. The last group is held until End even when
-/// full, so that a backward pass that raises after its last gradient still fails the round on every
-/// rank. Tensors that no rank contributed in the first round stand at its end.
+/// In the first round all tensors are one group, and the set's first rank tells its marking order,
+/// the tensors' sizes and that of groups; from then on that order's groups are one key each. With a
+/// tuner it does so again every few rounds, so that all ranks change their groups after the same
+/// round. The last group is held until End even when full, so that a backward pass that raises
+/// after its last gradient still fails the round on every rank. Tensors that no rank contributed in
+/// the first round stand at its end.
 ///
 /// A rank without a gradient gives no memory (`out` is nullptr): where another rank has one, the
 /// result is allocated when the decision is executed.
@@ -52,10 +57,12 @@ class GradientRound {
     Signature common;    ///< op, factors, wire, device; no tensors.
     std::string prefix;  ///< Of the keys' names, distinct per optimizer; empty: the ranks' wraps
                          ///< are numbered and compared.
-    int64_t group_bytes = int64_t{4} << 20;
-    bool has_flag = false;  ///< Ranks raise flags, see RaiseFlag.
-    bool overlaps = true;   ///< Gradients are due during the backward pass, otherwise at its end.
-    int passes = 1;         ///< Backward passes per round: its window.
+    int64_t group_bytes = int64_t{4} << 20;  ///< The first rank's counts.
+    std::optional<GroupTuner> tuner;         ///< Finds group_bytes, from that; likewise.
+    std::string tuning_file;                 ///< For its report; empty: none.
+    bool has_flag = false;                   ///< Ranks raise flags, see RaiseFlag.
+    bool overlaps = true;  ///< Gradients are due during the backward pass, otherwise at its end.
+    int passes = 1;        ///< Backward passes per round: its window.
   };
   /// @param labels   One per tensor: what ranks compare at the wrap; empty: names, dtypes, shapes.
   /// @param wraps    For an empty prefix; outlives this.
@@ -218,6 +225,8 @@ class GradientRound {
     int32_t number = -1;      // of the wrap; -1: ranks compare none
     bool is_compared = true;  // the wraps were
     bool has_order = false;
+    int64_t rounds_to_order = 0;  // until the order is told again; kNever: it is not
+    int64_t closed_ns = 0;        // when the last round was
     int joins = 0;  // that the context had seen when the groups, and the steps, were begun
     std::vector<Group> groups;
     StepCount step{.step = 1};
@@ -230,10 +239,12 @@ class GradientRound {
     bool is_open = false;
     bool is_ended = false;
     bool is_flag_raised = false;
-    std::vector<int32_t> arrival;        // of the first accumulation
-    int32_t due = kNone;                 // to be marked when the next gradient is accumulated
-    std::vector<int32_t> order;          // this rank's marking order
-    std::vector<int32_t> learned_order;  // the first rank's
+    std::vector<int32_t> arrival;             // of the first accumulation
+    int32_t due = kNone;                      // to be marked when the next gradient is accumulated
+    std::vector<int32_t> order;               // this rank's marking order
+    std::vector<int32_t> learned_order;       // the first rank's
+    std::vector<int64_t> learned_bytes;       // likewise: of the tensors
+    std::array<int64_t, 2> learned_groups{};  // likewise: group_bytes and rounds_to_order
     std::shared_ptr<Work> order_work;
   };
 
@@ -246,6 +257,11 @@ class GradientRound {
   Vote VoteOf(const Group& group, std::string_view failed) const;
   bool LacksMemory(const Group& group) const;
   Result<std::shared_ptr<Work>> Submit(Group& group, const Vote& vote, bool notifies);
+  bool IsOrderDue() const { return !now_->has_order || now_->rounds_to_order == 0; }
+  bool IsFirstRank() const;
+  bool IsTuning() const { return options_.tuner && now_->engine->size() > 1; }
+  void ChooseGroups();
+  void KeepTuned(int64_t group_bytes);
   void StartOrder(std::string_view failed);
   Result<std::shared_ptr<Work>> SubmitOrder(std::string_view failed);
   void LearnOrder();

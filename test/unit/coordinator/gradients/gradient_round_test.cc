@@ -7,8 +7,10 @@
 
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "test/support/stepped_job.h"
@@ -298,6 +300,8 @@ TEST_F(GradientRounds, RefuseAnOrderThatHasNotEachGradientOnce) {
   for (const int32_t i : {0, 1}) Mark(1, i, 1.0f);
   ASSERT_TRUE(round(1).End({}).ok());
   int32_t order[] = {1, 7};
+  int64_t bytes[] = {8, 8};
+  int64_t groups[] = {8, kNever};
   const auto start = [&](const char* name, const std::vector<TensorSignature>& tensors,
                          const std::vector<void*>& memory) {
     Signature signature;
@@ -311,8 +315,11 @@ TEST_F(GradientRounds, RefuseAnOrderThatHasNotEachGradientOnce) {
   start("p.group 0 of 1", {{"0", DType::kFloat32, {2}}, {"1", DType::kFloat32, {2}}},
         {data(0, 0).data(), data(0, 1).data()});
   start("p.number and order",
-        {{"order", DType::kInt32, {2}}, {"number of wrapped optimizers", DType::kInt32, {0, 0}}},
-        {order, nullptr});
+        {{"order", DType::kInt32, {2}},
+         {"bytes", DType::kInt64, {2}},
+         {"groups", DType::kInt64, {2}},
+         {"number of wrapped optimizers", DType::kInt32, {0, 0}}},
+        {order, bytes, groups, nullptr});
   job_->SettleHeld();
   Status outcome;
   ASSERT_TRUE(round(1).Wait(0, &outcome));
@@ -356,6 +363,152 @@ TEST(StepAnnouncement, GoesWithWhatIsStartedNextWhereCoresAreFilled) {
   ASSERT_TRUE(job.engine(1).Start(*barrier, {}, {}).ok());
   job.SettleHeld();
   EXPECT_EQ(job.hub().Sent(1, 0).messages, 1);
+}
+
+/// Steps of which the first rank's tuner decides, of three tensors: with groups of 8 bytes each is
+/// one, with those of the grid there is one group.
+class TunedRounds : public GradientRounds {
+ protected:
+  void OpenTuned(int size) {
+    options_.group_bytes = 8;
+    options_.tuner.emplace(8);
+    Open(size, 3);
+  }
+  /// @return how many groups each rank has then.
+  std::vector<int32_t> Step(const std::string& failed_on_0 = {}) {
+    job_->clock().Advance((round(0).group_count() == 3 ? ms_of_three_ : 8) * kNsPerMs);
+    std::vector<int32_t> counts;
+    for (int rank = 0; rank < job_->size(); ++rank) {
+      EXPECT_TRUE(round(rank).Open().ok());
+      for (const int32_t i : {2, 0, 1}) Mark(rank, i, static_cast<float>(rank + i));
+    }
+    const bool is_ok = failed_on_0.empty();
+    for (const Status& outcome : End(failed_on_0)) EXPECT_EQ(outcome.ok(), is_ok);
+    for (int rank = 0; rank < job_->size(); ++rank) {
+      if (is_ok) {
+        EXPECT_THAT(data(rank, 2), ElementsAre(5.0f, 5.0f));
+      }
+      EXPECT_TRUE(round(rank).Stepped().ok());
+      counts.push_back(round(rank).group_count());
+    }
+    EXPECT_THAT(counts, ::testing::Each(counts.front()));
+    return counts;
+  }
+  /// Steps until the log says that it has ended. @return whether both numbers of groups were seen.
+  bool Tune() {
+    std::set<int32_t> seen;
+    for (size_t i = 0; i < kMostRounds && job_->log(0).empty(); ++i) seen.insert(Step().front());
+    return seen.size() == 2;
+  }
+
+  /// The ranks that are left go on in another job, of two, with a newcomer if there is one only.
+  void GoOnAsTwo() {
+    for (const auto& one : rounds_) ASSERT_TRUE(one->Unbind().ok());
+    const auto before = std::exchange(job_, std::make_unique<SteppedJob>(2));
+    const auto wraps = std::exchange(wraps_, {});
+    data_.resize(2, data_.front());
+    results_.resize(2, results_.front());
+    for (int rank = 0; rank < 2; ++rank) {
+      wraps_.push_back(std::make_unique<WrapComparison>(job_->engine(rank)));
+      if (rank == static_cast<int>(rounds_.size()))
+        rounds_.push_back(Wrap(rank, 3));
+      else
+        ASSERT_TRUE(round(rank).Rebind(job_->engine(rank), wraps_.back().get(), kGlobalSet).ok());
+    }
+  }
+
+  static constexpr size_t kMostRounds =
+      1 + GroupTuner::kRounds * (GroupTuner::kSweeps * 6 + 2 * GroupTuner::kPairs);
+  int ms_of_three_ = 10;
+};
+
+TEST_F(TunedRounds, ChangeTheirGroupsOnAllRanksAfterTheSameRoundAndKeepTheBest) {
+  OpenTuned(2);
+  EXPECT_TRUE(Tune());
+  EXPECT_THAT(job_->log(0),
+              ElementsAre(::testing::AllOf(HasSubstr("autotuning has ended: groups of 256 KiB: "),
+                                           HasSubstr(" a step, with 8 bytes, as set, "))));
+  EXPECT_TRUE(job_->log(1).empty());
+  EXPECT_EQ(Step().front(), 1);
+}
+
+TEST_F(TunedRounds, EndWithTheSizeThatIsSetIfNoneIsBetter) {
+  ms_of_three_ = 7;
+  OpenTuned(2);
+  EXPECT_TRUE(Tune());
+  EXPECT_THAT(job_->log(0), ElementsAre(HasSubstr("no other size is clearly better")));
+  EXPECT_EQ(Step().front(), 3);
+}
+
+TEST_F(TunedRounds, GoOnAfterAFailedRoundWhicheverItIs) {
+  OpenTuned(2);
+  for (size_t i = 0; i < 2 * GroupTuner::kRounds; ++i) {
+    for (int failing = 0; failing < 2; ++failing) Step("ValueError: no loss");
+    Step();  // each third, so that rounds fail that tell of other groups
+  }
+  EXPECT_TRUE(Tune());
+  EXPECT_EQ(Step().front(), 1);
+}
+
+TEST_F(TunedRounds, FollowTheFirstRankAlone) {
+  options_.prefix = "p.";
+  OpenTuned(2);
+  options_.tuner.reset();
+  options_.group_bytes = 1000;
+  rounds_[1] = Wrap(1, 3);
+  EXPECT_TRUE(Tune());
+  EXPECT_EQ(Step().front(), 1);
+}
+
+TEST_F(TunedRounds, GoOnInAnotherJobWithWhatWasFound) {
+  OpenTuned(2);
+  EXPECT_TRUE(Tune());
+  GoOnAsTwo();
+  for (size_t i = 0; i < 2 * GroupTuner::kRounds; ++i) EXPECT_EQ(Step().front(), 1);
+  EXPECT_TRUE(job_->log(0).empty());
+}
+
+TEST_F(TunedRounds, GoBackToTheSizeThatIsSetIfTheRankThatTriesIsLost) {
+  options_.prefix = "p.";
+  OpenTuned(2);
+  options_.tuner.reset();
+  rounds_[1] = Wrap(1, 3);
+  for (size_t i = 0; i < 2 * GroupTuner::kRounds; ++i) Step();
+  ASSERT_EQ(round(1).group_count(), 1) << "another size is tried";
+  rounds_.erase(rounds_.begin());
+  GoOnAsTwo();
+  EXPECT_EQ(Step().front(), 3);
+}
+
+TEST_F(TunedRounds, BeginWhenASecondRankComes) {
+  OpenTuned(1);
+  for (size_t i = 0; i < 2 * GroupTuner::kRounds; ++i) RunRound({2, 0, 1});
+  GoOnAsTwo();
+  EXPECT_TRUE(Tune());
+  EXPECT_EQ(Step().front(), 1);
+}
+
+// Else each would wait for groups that the other does not have.
+TEST_F(TunedRounds, AreTheSameGroupsOnARankWhoseGradientsHaveAnotherSize) {
+  OpenTuned(2);
+  std::vector<TensorSignature> halves;
+  for (int i = 0; i < 3; ++i) halves.push_back({std::to_string(i), DType::kFloat16, {2}});
+  ASSERT_TRUE(round(1).Redefine(halves, DeviceKind::kCpu).ok());
+  for (size_t i = 0; i < 2 * GroupTuner::kRounds; ++i) {
+    for (int rank = 0; rank < 2; ++rank)
+      for (const int32_t tensor : {2, 0, 1}) Mark(rank, tensor, 1.0f);
+    for (const Status& outcome : End()) ASSERT_EQ(outcome.code(), Code::kMismatch);
+    for (int rank = 0; rank < 2; ++rank) ASSERT_EQ(round(rank).group_count(), 3);
+  }
+  ASSERT_TRUE(round(0).Redefine(halves, DeviceKind::kCpu).ok());
+  RunRound({2, 0, 1});
+}
+
+TEST_F(TunedRounds, OfOneRankAreNotTuned) {
+  OpenTuned(1);
+  for (size_t i = 0; i < kMostRounds; ++i) RunRound({2, 0, 1});
+  EXPECT_EQ(round(0).group_count(), 3);
+  EXPECT_TRUE(job_->log(0).empty());
 }
 
 /// Two ranks with threads of their own, whose host has no core for the engine threads.
