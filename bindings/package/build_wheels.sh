@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes the source distribution and, from it, a wheel for each interpreter; all into dist/.
+# Makes the source distribution and, from it, a wheel for each interpreter; all into dist/. pybind11 knows no
+# stable ABI, so each minor version of Python needs a wheel of its own; they differ in the extension alone.
 #
 #   bash bindings/package/build_wheels.sh [PYTHON...]     default: python3
 #
@@ -47,11 +48,14 @@ xla_include=$(echo "$tools"/lib/python*/site-packages/jaxlib/include)
 export CMAKE_ARGS="-DProtobuf_LITE_LIBRARY=$library -DFARANDOLE_XLA_INCLUDE=$xla_include ${CMAKE_ARGS:-}"
 export PATH=$tools/bin:$PATH
 
-rm -rf "$work/raw" "$work/source"
+rm -rf "$work/raw" "$work/source" "$work/build"
 mkdir -p "$work/source" dist
 quietly "$tools/bin/python" -m build --sdist --outdir dist .
 sdist=$(ls -t dist/farandole-*.tar.gz | head -n 1)
 tar -xf "$sdist" -C "$work/source" --strip-components=1
+# One build folder for all: beside the first wheel another one costs the extension alone.
+printf '[build_ext]\nbuild_temp = %s\n' "$work/build" >"$work/setup.cfg"
+export DIST_EXTRA_CONFIG=$work/setup.cfg
 for interpreter in "${interpreters[@]}"; do
   env=$work/$("$interpreter" -c 'import sys; print(sys.implementation.cache_tag)')
   [[ -x $env/bin/python ]] || quietly "$interpreter" -m venv "$env"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -62,6 +63,27 @@ def test_an_editable_installation_runs_from_the_sources(unpacked, tmp_path):
                        env=os.environ | {"PYTHONPATH": path})  # fmt: skip
     assert code == 0, output
     assert output.split()[0] == "1" and output.split()[1].startswith(path), output
+
+
+def test_a_wheel_in_an_environment_of_its_own_runs_the_five_lines_of_the_readme(unpacked, tmp_path):
+    """What the wheel requires, and torch, are those of this interpreter: nothing is fetched."""
+    if not (BUILD / "build.ninja").exists():
+        pytest.skip(f"there is no build in {BUILD} (FARANDOLE_TEST_BUILD_DIR)")
+    wheel, bin = call_build_backend("build_wheel", tmp_path, unpacked), tmp_path / "venv" / "bin"
+    run(sys.executable, "-m", "venv", bin.parent)
+    path = pathlib.Path(run(bin / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")[1].strip())
+    (path / "others.pth").write_text("".join(f"{one}\n" for one in sys.path if one.endswith("site-packages")))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    code, output = run(bin / "pip", "install", "--no-index", "--no-deps", "--ignore-installed", wheel, env=environment)
+    assert code == 0, output
+    diffs = re.findall(r"^```diff\n(  import torch\n.*?)^```", (unpacked / "README.md").read_text(), re.M | re.S)
+    [diff] = [one for one in diffs if "+ import farandole.torch as hvd\n" in one]
+    lines = [line[2:] for line in diff.splitlines() if not line.startswith("-")]
+    (tmp_path / "train.py").write_text("\n".join(["import farandole", "print(farandole.__file__)", *lines]))
+    code, output = run(bin / "farandolerun", "-np", "2", bin / "python", "train.py", cwd=tmp_path, env=environment)
+    assert code == 0 and output.count(f"{path}/farandole/__init__.py") == 2, output
+    weights = re.findall(r"loss [\d.]+, weights ([\d.]+)", output)
+    assert len(weights) == 2 and len({*weights}) == 1, output
 
 
 @pytest.mark.parametrize("has_jaxlib", [True, False])

@@ -10,6 +10,10 @@ def found(path, pattern):
     return re.search(pattern, (ROOT / path).read_text()).groups()
 
 
+def test_the_citation_has_the_version_of_the_package():
+    assert found("CITATION.cff", r"\nversion: (.*)\n") == found("pyproject.toml", r'\nversion = "(.*)"\n')
+
+
 def test_the_oldest_nccl_is_the_same_everywhere():
     number = int(*found("ops/gpu/nccl/library.h", r"kOldestNccl = (\d+);"))
     version = f"{number // 10000}.{number // 100 % 100}"
