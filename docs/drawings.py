@@ -1,9 +1,11 @@
 """Draws the SVG files of README.md and of these documents: `python docs/drawings.py`. A test compares them.
 
-The chart's figures are read from docs/performance.md, column Xeon, all of which was measured within seven minutes;
-those of scaling.svg from the table of docs/scaling.md.
+The chart's figures are read from docs/performance.md: column Xeon, all of which was measured within seven minutes, and
+the table beside the MPI libraries; those of scaling.svg from the table of docs/scaling.md. What trace.svg shows is
+docs/trace.json, a part of what `farandole trace` wrote of four ranks on two hosts.
 """
 
+import json
 import math
 import pathlib
 import re
@@ -63,11 +65,16 @@ class Drawing:
         """A line through points, with a dot on each."""
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         self._parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.5"/>')
-        self._parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>' for x, y in points]
+        for x, y in points:
+            self.dot(x, y, colour)
 
     def bar(self, x: float, y: float, width: float, height: float, fill: str) -> None:
         """A filled rectangle."""
         self._parts.append(f'<rect x="{x}" y="{y}" width="{width:.1f}" height="{height}" fill="{fill}"/>')
+
+    def dot(self, x: float, y: float, fill: str) -> None:
+        """A small disc."""
+        self._parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{fill}"/>')
 
     def svg(self) -> str:
         """The file's text."""
@@ -86,7 +93,7 @@ def _row(page: str, pattern: str) -> list[float]:
 
 
 def chart() -> str:
-    """ResNet-50's gradients between two ranks: bars in milliseconds, one colour for each library."""
+    """ResNet-50's gradients in milliseconds, and smaller tensors beside MPI libraries; narrow, for telephones."""
     page = (DOCS / "performance.md").read_text()
     table = page.partition("All of run A on the Xeon")[2]
     farandole, mpi, gloo = _row(table, r"\| ResNet-50 \(run B\) \| ([\d.]+) ms \|.*?\| ([\d.]+) ms \|.*?\| (\d+) ms \|")
@@ -94,25 +101,54 @@ def chart() -> str:
     step_horovod, step = _row(page, r"`DistributedOptimizer` by Horovod's .*\((\d+) and (\d+) ms\)")
     step_ddp, _ = _row(page, r"gradients by DDP's .*\*\* \((\d+) and (\d+)\) \| B")
     groups = [
-        ("added to a step by backward() and step(), where nothing can be overlapped",
+        ("ms added to a step by ResNet-50's gradients (97 MiB)",
          [("Farandole", step, BLUE), ("Horovod, MPI", step_horovod, RED), ("DDP, gloo", step_ddp, GREEN)]),
-        ("161 allreduces, started one by one and waited for together",
+        ("ms for them as 161 allreduces, waited for together",
          [("Farandole", farandole, BLUE), ("Open MPI", mpi, ORANGE), ("Horovod, MPI", horovod, RED),
           ("gloo", gloo, GREEN)]),
     ]  # fmt: skip
-    drawing = Drawing(860, 318, "Milliseconds to average ResNet-50's gradients between two ranks")
-    drawing.text(24, 32, "ResNet-50's gradients (97 MiB) averaged between 2 ranks of one host, in milliseconds",
-                 "start", bold=True, size=15)  # fmt: skip
-    y, scale = 62, 560 / max(value for _, bars in groups for _, value, _ in bars)
+    drawing = Drawing(480, 594, "Times of Farandole and other libraries between two ranks")
+    drawing.text(16, 30, "Two ranks of one host; less time is better", "start", bold=True, size=15)
+    y, scale = 58, 290 / max(value for _, bars in groups for _, value, _ in bars)
     for heading, bars in groups:
-        drawing.text(24, y, heading, "start", GREY)
+        drawing.text(16, y, heading, "start", GREY)
         for name, value, colour in bars:
-            y += 28
-            drawing.text(140, y, name, "end")
-            drawing.bar(152, y - 15, value * scale, 20, colour)
-            drawing.text(160 + value * scale, y, f"{value:g}", "start", bold=name == "Farandole")
-        y += 38
+            y += 26
+            drawing.text(116, y, name, "end")
+            drawing.bar(126, y - 14, value * scale, 18, colour)
+            drawing.text(133 + value * scale, y, f"{value:g}", "start", bold=name == "Farandole")
+        y += 36
+    _sizes(drawing, page, y)
     return drawing.svg()
+
+
+def _sizes(drawing: Drawing, page: str, y: float) -> None:
+    """An allreduce of each size: the other libraries' time by Farandole's, on a logarithmic axis."""
+    table = page.partition("## Beside the MPI libraries")[2].partition("| allgather |")[0].replace("*", "")
+    libraries = [("Intel MPI", INK), ("MPICH", GREEN), ("Open MPI", ORANGE), ("DeepSpeed", RED)]
+
+    def at(ratio: float) -> float:
+        return 256 + 140 * math.log2(ratio)
+
+    drawing.text(16, y, "an allreduce by others, in times of Farandole's", "start", GREY)
+    for number, (name, colour) in enumerate(libraries):
+        drawing.text(16 + 104 * number, y + 24, f"\u25cf {name}", "start", colour)
+    rows = [
+        (size, [float(cell.replace(",", "")) for cell in cells.split(" | ")])
+        for size, cells in re.findall(r"^\| (?:allreduce)? \| ([\d KMi]+) \| (.*) \|$", table, re.M)
+    ]
+    bottom = y + 44 + 26 * len(rows)
+    for ratio in (0.5, 1, 2):
+        drawing.line((at(ratio), y + 38), (at(ratio), bottom), "")
+        drawing.text(at(ratio), bottom + 18, {0.5: "0.5", 1: "1: as fast", 2: "2"}[ratio], colour=GREY)
+    for number, (size, (own, *others, _)) in enumerate(rows):
+        middle = y + 57 + 26 * number
+        drawing.text(80, middle + 5, f"{size} B" if size.isdigit() else f"{size}B", "end")
+        for (_, colour), other in zip(libraries, others, strict=True):
+            drawing.dot(at(other / own), middle, colour)
+    gloo = sorted(times[-1] / times[0] for _, times in rows)
+    words = f"Left of 1 others are faster. gloo takes {gloo[0]:.0f} to {gloo[-1]:.0f} times as long."
+    drawing.text(16, bottom + 40, words, "start", GREY)
 
 
 def scaling() -> str:
@@ -214,7 +250,39 @@ def hosts() -> str:
     return drawing.svg()
 
 
-DRAWINGS = {"chart.svg": chart, "scaling.svg": scaling, "job.svg": job, "gradient.svg": gradient, "hosts.svg": hosts}
+def trace() -> str:
+    """A trace of four ranks: a row for each, an arrow from the rank that was last to each other one."""
+    events = json.loads((DOCS / "trace.json").read_text())["traceEvents"]
+    fills = {"waiting": PALE_ORANGE, "negotiation": GREEN, "reduction": BLUE}
+    scale = 700 / max(event["ts"] + event["dur"] for event in events)
+    drawing = Drawing(860, 268, "Three allreduces of four ranks on one clock: each time another rank is the last")
+    drawing.text(24, 32, "farandole trace: three operations of four ranks on two hosts", "start", bold=True, size=15)
+
+    def at(event: dict[str, int]) -> tuple[float, float]:
+        return round(120 + event["ts"] * scale, 1), 64 + 44 * event["pid"]
+
+    for rank in sorted({event["pid"] for event in events}):
+        drawing.text(24, 79 + 44 * rank, f"rank {rank}", "start")
+    for event in events:
+        if phase := fills.get(event["name"]):
+            drawing.bar(*at(event), event["dur"] * scale, 20, phase)
+    operations = [event for event in events if event["cat"] == "farandole"]
+    for event in operations:
+        *before, _ = (one for one in operations if one["pid"] == event["pid"] and one["ts"] <= event["ts"])
+        last = [one for one in operations if one["pid"] == event["args"]["last rank"]][len(before)]
+        if last is not event:
+            (x, y), below = at(last), event["pid"] > last["pid"]
+            drawing.line((x, y + 20 if below else y), (x, at(event)[1] + (0 if below else 20)))
+    for number, (phase, fill) in enumerate(fills.items()):
+        drawing.bar(120 + 180 * number, 240, 20, 14, fill)
+        drawing.text(148 + 180 * number, 252, {"waiting": "waits for the last"}.get(phase, phase), "start", GREY)
+    return drawing.svg()
+
+
+DRAWINGS = {
+    "chart.svg": chart, "scaling.svg": scaling, "job.svg": job, "gradient.svg": gradient, "hosts.svg": hosts,
+    "trace.svg": trace,
+}  # fmt: skip
 
 if __name__ == "__main__":
     for name, draw in DRAWINGS.items():

@@ -34,6 +34,7 @@ ALLOWED = [
     ("pytest(-waiting|-older-torch|-openmpi5)", "could not import 'ray'.*"),  # has a report of its own
     ("pytest-waiting", "prometheus is not installed"),  # it is in the nightly run
     ("pytest-waiting", "could not import 'opentelemetry.*"),
+    ("pytest.*", "could not import 'hta.*"),  # pytest-traces has it
     ("pytest-waiting", "FARANDOLE_TEST_INTEL_MPI is not set"),  # it is in the nightly run
     ("pytest", "not installed: (lightning and accelerate|transformers and ignite)"),  # so have they
     ("pytest.*", "not installed: deepspeed"),

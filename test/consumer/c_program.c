@@ -18,13 +18,7 @@ int main(int argc, char** argv) {
   farandole_topology topology;
   if (farandole_get_topology(context, &topology) != FARANDOLE_OK) return complain("topology");
 
-  farandole_params params;
-  memset(&params, 0, sizeof params);
-  params.struct_size = sizeof params;
-  params.kind = FARANDOLE_ALLREDUCE;
-  params.op = FARANDOLE_SUM;
-  params.prescale = params.postscale = 1.0;
-  params.root = -1;
+  farandole_params params = farandole_params_of(FARANDOLE_ALLREDUCE, FARANDOLE_SUM);
   const int64_t count = 4;
   farandole_tensor tensor = {NULL, FARANDOLE_INT32, 1, &count};
   farandole_operation* operation = NULL;

@@ -16,13 +16,7 @@ static int complain(const char* what) {
 }
 
 static farandole_params params_of(int32_t kind, const int64_t* splits) {
-  farandole_params params;
-  memset(&params, 0, sizeof params);
-  params.struct_size = sizeof params;
-  params.kind = kind;
-  params.op = FARANDOLE_SUM;
-  params.prescale = params.postscale = 1.0;
-  params.root = -1;
+  farandole_params params = farandole_params_of(kind, FARANDOLE_SUM);
   params.splits = splits;
   return params;
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import re
@@ -328,6 +329,23 @@ def test_pkg_config_builds_the_first_example_in_one_line(prefix, tmp_path):
     assert mpirun(2, tmp_path / "allreduce") == ["rank 0 of 2: mean 0.50", "rank 1 of 2: mean 0.50"]
 
 
+@pytest.mark.parametrize(
+    ("page", "compiler", "shown"),
+    [("cpp.md", "g++ -std=c++17", r"rank 0 of 2: 0\.5\d*,rank 1 of 2: 0\.5\d*"),
+     ("c-abi.md", "cc -std=c99", "rank 0 of 2: 6,rank 1 of 2: 6")],
+)  # fmt: skip
+def test_the_first_program_of_a_page_is_built_by_pkg_config_and_runs(prefix, tmp_path, page, compiler, shown):
+    if shutil.which("pkg-config") is None:
+        pytest.skip("pkg-config is not installed")
+    language, code = re.search(r"^```(cpp|c)\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.M | re.S).groups()
+    source = tmp_path / {"cpp": "first.cc", "c": "first.c"}[language]
+    source.write_text(code)
+    line = f"{compiler} {source} $(pkg-config --cflags --libs farandole) -o {tmp_path / 'first'}"
+    variables = ENVIRONMENT | {"PKG_CONFIG_PATH": str(prefix / "lib" / "pkgconfig")}
+    subprocess.run(line, shell=True, check=True, env=variables)
+    assert re.fullmatch(shown, ",".join(mpirun(2, tmp_path / "first")))
+
+
 @pytest.fixture(scope="session")
 def examples(prefix, tmp_path_factory) -> pathlib.Path:
     return build(ROOT / "examples" / "cpp", tmp_path_factory.mktemp("examples"), "g++", prefix,
@@ -335,7 +353,7 @@ def examples(prefix, tmp_path_factory) -> pathlib.Path:
 
 
 def result_of(program: pathlib.Path, *arguments: object) -> dict[str, str]:
-    [line] = mpirun(2, program, *arguments)
+    [line] = mpirun(2, program, *arguments, FARANDOLE_LOG_LEVEL="error")  # on a busy machine a rank may be late
     return dict(re.findall(r"(\w+)=(\S+)", line))
 
 
@@ -429,10 +447,56 @@ def site(tmp_path_factory) -> pathlib.Path:
         ("settings", "FARANDOLE_FUSION_THRESHOLD"),
         ("horovod", "broadcast_optimizer_state"),
         ("performance", "performance.svg"),
+        ("index", "farandole.torch.watch()"),
+        ("examples", "make_data"),
+        ("security", "Report a vulnerability"),
     ],
 )
 def test_a_page_of_the_site_holds_what_it_is_for(site, page, text):
     assert text in (site / f"{page}.html").read_text()
+
+
+def test_the_examples_of_docstrings_are_code(site):
+    page = (site / "python-reference.html").read_text()
+    quoted = re.findall(r"<blockquote>(.*?)</blockquote>", page, re.S)
+    assert [text for text in quoted if "torch.distributed." not in text] == []  # in torch's own docstrings
+    first = re.sub(r"<[^>]+>", "", re.search(r"<pre>(.*?)</pre>", page, re.S)[1])
+    assert first.splitlines()[:2] == ["import farandole", "import numpy as np"]
+
+
+def search(site: pathlib.Path, query: str) -> str:
+    """The page that the site's search lists first: scored as by its searchtools.js, without the texts of pages."""
+    text = (site / "searchindex.js").read_text()
+    index = json.loads(text[text.index("(") + 1 : text.rindex(")")])
+    found = [(15, "only texts of pages")]  # is the most that such a hit is worth
+
+    def score(most: int, name: str) -> int:
+        return round(most * len(query) / len(name)) if query in name.lower() and 2 * len(query) >= len(name) else 0
+
+    for name, places in index["alltitles"].items():
+        found += [(score(15, name) + (index["titles"][page] == name), index["docnames"][page]) for page, _ in places]
+    for name, places in index["indexentries"].items():
+        found += [(score(100, name), index["docnames"][page]) for page, _, is_main in places if is_main]
+    for objects in index["objects"].values():
+        for page, _, priority, _, name in objects:
+            named = 11 if name.lower() == query else 6 if query in name.lower() else 0
+            found.append((named and named + {0: 15, 1: 5, 2: -5}[priority], index["docnames"][page]))
+    return str(max(found)[1])
+
+
+@pytest.mark.parametrize(
+    ("page", "queries"),
+    [
+        ("recipes", "gradient accumulation, no_sync, mixed precision, autocast, gradscaler, gradient clipping"),
+        ("recipes", "learning rate, resume, checkpoint, evaluation, metrics, batchnorm, syncbatchnorm, replicas"),
+        ("troubleshooting", "hang, stall, slow rank"),
+        ("torch-distributed", "watch, fsdp, lightning, deepspeed, transformers"),
+        ("from-ddp", "ddp"), ("launching", "elastic"), ("cluster", "slurm"), ("horovod", "from horovod"),
+    ],
+)  # fmt: skip
+def test_the_sites_search_finds_the_words_of_users(site, page, queries):
+    words = queries.split(", ")
+    assert {word: search(site, word) for word in words} == dict.fromkeys(words, page)
 
 
 def test_links_within_the_site_lead_somewhere(site):

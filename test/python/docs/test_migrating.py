@@ -96,6 +96,8 @@ EFFECTS = {
     "--fusion-threshold-mb": "FARANDOLE_FUSION_THRESHOLD=1048576",
     "--no-hierarchical-allreduce": "FARANDOLE_HIERARCHICAL_ALLREDUCE=0", "--slots-per-host": "-H one:3",
     "--timeline-filename": "FARANDOLE_TIMELINE=t.json", "--timeline-mark-cycles": "FARANDOLE_TIMELINE_MARK_CYCLES=1",
+    "--autotune": "FARANDOLE_AUTOTUNE=1", "--no-autotune": "FARANDOLE_AUTOTUNE=0",
+    "--autotune-log-file": "FARANDOLE_AUTOTUNE_LOG=log",
     "--no-stall-check": "FARANDOLE_STALL_CHECK_DISABLE=1",
     "--stall-check-warning-time-seconds": "FARANDOLE_STALL_WARNING_S=1",
     "--stall-check-shutdown-time-seconds": "FARANDOLE_STALL_SHUTDOWN_S=1", "--mpi-args": "--bind-to none -v",
@@ -106,7 +108,9 @@ EFFECTS = {
     "--elastic-timeout": "ends after 1 s", "--reset-limit": "again at most 1 times",
     "--blacklist-cooldown-range": "after 1 to 2 s",
 }  # fmt: skip
-UNDONE = {"--stall-check": "--no-stall-check", "--no-timeline-mark-cycles": "--timeline-mark-cycles"}
+UNDONE = {
+    "--stall-check": "--no-stall-check", "--no-timeline-mark-cycles": "--timeline-mark-cycles",
+}  # fmt: skip
 # Those flags besides which a test needs others than -np 2 --mpi.
 BESIDES = {
     "--num-proc": ["--mpi"], "--ssh-port": ["--mpi", "-H", "a,b"], "--ssh-identity-file": ["--mpi", "-H", "a,b"],
@@ -188,7 +192,10 @@ def test_a_variable_does_what_the_page_says():
 
 
 # Any text is a file, any a switch, and any a network where there is one rank; their effects are tested elsewhere.
-TAKE_ANYTHING = {"GLOO_IFACE", "TIMELINE", "TIMELINE_MARK_CYCLES", "STALL_CHECK_DISABLE", "HIERARCHICAL_ALLREDUCE"}
+TAKE_ANYTHING = {
+    "GLOO_IFACE", "TIMELINE", "AUTOTUNE_LOG", "TIMELINE_MARK_CYCLES", "STALL_CHECK_DISABLE", "HIERARCHICAL_ALLREDUCE",
+    "AUTOTUNE",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
