@@ -217,8 +217,10 @@ TEST(StreamHub, DoesNotCountWhatStaysOnTheHost) {
   Pair pair(0);
   std::array<std::optional<int>, 2> sockets;
   while (!sockets[0] || !sockets[1]) {
-    for (int rank = 0; rank < 2; ++rank)
-      if (!sockets[rank]) sockets[rank] = pair.hubs[rank]->Take({.peer = 1 - rank}).value();
+    for (size_t rank = 0; rank < 2; ++rank) {
+      const int peer = 1 - static_cast<int>(rank);
+      if (!sockets[rank]) sockets[rank] = pair.hubs[rank]->Take({.peer = peer}).value();
+    }
     std::this_thread::yield();
   }
   for (const auto& socket : sockets) ASSERT_EQ(fcntl(*socket, F_SETFL, 0), 0);  // blocking
@@ -231,7 +233,7 @@ TEST(StreamHub, DoesNotCountWhatStaysOnTheHost) {
             static_cast<ssize_t>(received.size()));
   sender.join();
   EXPECT_EQ(pair.hubs[0]->Use(kNsPerSecond).bytes, 0);
-  for (int rank = 0; rank < 2; ++rank) {
+  for (size_t rank = 0; rank < 2; ++rank) {
     pair.hubs[rank]->Unwatch(*sockets[rank]);
     close(*sockets[rank]);
   }
