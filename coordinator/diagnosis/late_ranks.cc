@@ -71,6 +71,14 @@ std::string MegabytesPerSecond(double rate) {
   return std::to_string(tenths / 10) + "." + std::to_string(tenths % 10) + " MB/s";
 }
 
+/// Of at least one; changes their order.
+template <typename Number>
+Number Middle(std::vector<Number>& values) {
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::ranges::nth_element(values, middle);
+  return *middle;
+}
+
 /// What somebody is late by who is named.
 double LeastNs(int64_t step_ns) {
   return std::max(kLeastNs, kLeastShare * static_cast<double>(step_ns));
@@ -137,9 +145,7 @@ LateSteps::Row& LateSteps::Find(int64_t step) {
 void LateSteps::FindMedians(Row& row) {
   for (const Field field : kTimesOfStep) {
     std::ranges::transform(row.times, sorted_.begin(), field);
-    const auto middle = sorted_.begin() + static_cast<std::ptrdiff_t>(ranks_ / 2);
-    std::ranges::nth_element(sorted_, middle);
-    row.medians.*field = *middle;
+    row.medians.*field = Middle(sorted_);
   }
 }
 
@@ -210,10 +216,7 @@ double LateSteps::FindRates() {
     rates_[rank] = ns > 0 ? static_cast<double>(bytes) * kNsPerSecond / static_cast<double>(ns) : 0;
     if (ns > 0) sorted_rates_.push_back(rates_[rank]);
   }
-  if (sorted_rates_.empty()) return 0;
-  const auto middle = sorted_rates_.begin() + static_cast<std::ptrdiff_t>(sorted_rates_.size() / 2);
-  std::ranges::nth_element(sorted_rates_, middle);
-  return *middle;
+  return sorted_rates_.empty() ? 0 : Middle(sorted_rates_);
 }
 
 std::optional<LateRank> LateSteps::JudgeLink(size_t rank, double others_rate) const {
