@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
 from ranks import GUARD_S, PYTHON_PATH
@@ -24,6 +24,19 @@ _ASK_PORTER = (
     "door.connect(sys.argv[1]); text = json.dumps([sys.argv[2:], dict(os.environ)]).encode(); "
     "socket.send_fds(door, [text], [0, 1, 2]); sys.exit(int(door.recv(9) or 1))"
 )
+
+
+@contextlib.contextmanager
+def or_skip(hosts: TwoHosts | HostsAtSwitch) -> Iterator[Any]:
+    """The hosts; where this machine does not allow them the test is skipped."""
+    import pytest  # not above: test/fault plays hosts, too
+
+    with contextlib.ExitStack() as stack:
+        try:
+            played = stack.enter_context(hosts)
+        except RuntimeError as error:
+            pytest.skip(str(error))
+        yield played
 
 
 class TwoHosts:

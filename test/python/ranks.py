@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +36,15 @@ def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])
+
+
+def wait_for(found: Callable[[], Any], timeout_s: float = 30) -> Any:
+    """Until it says something; that."""
+    end_s = time.monotonic() + timeout_s
+    while not (said := found()):
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+    return said
 
 
 def run_threads(size: int, body: Callable[[int], Any], timeout_s: float = GUARD_S) -> list[Any]:

@@ -15,7 +15,7 @@ import pytest
 
 import farandole
 from farandole.__main__ import main
-from hosts import TwoHosts
+from hosts import TwoHosts, or_skip
 from ranks import run_forked, run_threads
 
 CALLS = 6
@@ -401,12 +401,9 @@ def profiled(tmp_path_factory):
                  'exec "$@"', "sh"]  # fmt: skip
     if subprocess.run(["unshare", "--time", "--monotonic", "1", "--fork", "true"], check=False).returncode != 0:
         pytest.skip("no clock can be moved here")
-    try:
-        with TwoHosts(folder) as hosts:
-            done = hosts.mpirun(2, [*on_second, sys.executable, "-c", PROFILED, str(folder)],
-                                FARANDOLE_TIMELINE=str(folder / "timeline.{rank}.json"))  # fmt: skip
-    except RuntimeError as error:
-        pytest.skip(str(error))
+    with or_skip(TwoHosts(folder)) as hosts:
+        done = hosts.mpirun(2, [*on_second, sys.executable, "-c", PROFILED, str(folder)],
+                            FARANDOLE_TIMELINE=str(folder / "timeline.{rank}.json"))  # fmt: skip
     assert done.returncode == 0, done.stdout
     return folder
 

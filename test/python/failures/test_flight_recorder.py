@@ -13,7 +13,7 @@ import pytest
 import farandole as fl
 from farandole import _flight_folder, flight, ps
 from farandole.__main__ import main
-from ranks import PYTHON_PATH, free_port, run_threads
+from ranks import PYTHON_PATH, free_port, run_threads, wait_for
 
 pytestmark = pytest.mark.once
 
@@ -60,15 +60,6 @@ class Job:
     def wait_until_here(self, ranks):
         for rank in ranks:
             assert self.ranks[rank].stdout.readline() == "here\n", self.ranks[rank].stderr.read()
-
-
-def wait_for(found, timeout_s=30):
-    """Until it says something; that."""
-    end_s = time.monotonic() + timeout_s
-    while not (said := found()):
-        assert time.monotonic() < end_s
-        time.sleep(0.02)
-    return said
 
 
 def files(folder):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hosts import FIRST_ADDRESS, HostsAtSwitch, TwoHosts, run_python
+from hosts import FIRST_ADDRESS, HostsAtSwitch, TwoHosts, or_skip, run_python
 from ranks import REPOSITORY, stopped_in_an_allreduce
 
 sys.path.append(str(REPOSITORY / "test" / "fault"))
@@ -21,11 +21,8 @@ RANKS = 2  # of each host
 
 
 def play(folder):
-    try:
-        with TwoHosts(folder) as played:
-            yield played
-    except RuntimeError as error:
-        pytest.skip(str(error))
+    with or_skip(TwoHosts(folder)) as played:
+        yield played
 
 
 @pytest.fixture(scope="module")
@@ -218,11 +215,8 @@ def test_of_two_halves_of_an_elastic_job_that_is_cut_one_goes_on(own_hosts, tmp_
 
 @pytest.fixture
 def three_hosts():
-    try:
-        with HostsAtSwitch(3) as played:
-            yield played
-    except RuntimeError as error:
-        pytest.skip(str(error))
+    with or_skip(HostsAtSwitch(3)) as played:
+        yield played
 
 
 @pytest.mark.once

@@ -15,7 +15,7 @@ import time
 
 import pytest
 
-from hosts import FIRST_ADDRESS, TwoHosts
+from hosts import FIRST_ADDRESS, TwoHosts, or_skip
 from ranks import descendants, free_port
 
 pytestmark = [pytest.mark.mpi, pytest.mark.once]
@@ -223,11 +223,8 @@ def check_news(job, victim, bound_s, began_s, *words):
 def hosts(tmp_path):
     folder = tmp_path / "hosts"
     folder.mkdir()
-    try:
-        with TwoHosts(folder) as played:
-            yield played
-    except RuntimeError as error:
-        pytest.skip(str(error))
+    with or_skip(TwoHosts(folder)) as played:
+        yield played
 
 
 networks = pytest.mark.parametrize("network", ["tcp", "mpi"])

@@ -21,7 +21,7 @@ import farandole.torch as hvd
 import ranks
 from farandole import flight, ps, top
 from farandole.__main__ import main
-from hosts import TwoHosts
+from hosts import TwoHosts, or_skip
 
 sys.path.append(str(ranks.REPOSITORY / "test" / "fault"))
 
@@ -45,15 +45,6 @@ def train():
         optimizer.step()
 
 
-def wait_for(found, timeout_s=60):
-    """Until it says something; that."""
-    end_s = time.monotonic() + timeout_s
-    while not (said := found()):
-        assert time.monotonic() < end_s
-        time.sleep(0.1)
-    return said
-
-
 def run(*arguments, **variables):
     return subprocess.run(
         [*FARANDOLE, *arguments], env=os.environ | {"PYTHONPATH": ranks.PYTHON_PATH} | variables,
@@ -67,7 +58,7 @@ class Running:
     def __enter__(self):
         command = [sys.executable, "-m", "farandole.runner", "-np", "2", sys.executable, __file__]
         self._launcher = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": ranks.PYTHON_PATH})
-        self.ranks = wait_for(self.find)
+        self.ranks = ranks.wait_for(self.find, 60)
         return self
 
     def __exit__(self, *_):
@@ -204,12 +195,12 @@ def test_top_that_is_ended_ends_what_asks(tmp_path, number, code):
     agent.chmod(0o755)
     environment = os.environ | {"PYTHONPATH": ranks.PYTHON_PATH, "FARANDOLE_AGENT": str(agent)}
     with subprocess.Popen([*FARANDOLE, "top", "--once", "-H", "a"], env=environment) as process:
-        wait_for((tmp_path / "pids").exists)
+        ranks.wait_for((tmp_path / "pids").exists, 60)
         asking, starter = (pathlib.Path("/proc", pid, "stat") for pid in (tmp_path / "pids").read_text().split())
-        wait_for(lambda: " Z " in starter.read_text())
+        ranks.wait_for(lambda: " Z " in starter.read_text(), 60)
         process.send_signal(number)
         assert process.wait(60) == code
-    wait_for(lambda: not asking.exists() or " Z " in asking.read_text(), 5)
+    ranks.wait_for(lambda: not asking.exists() or " Z " in asking.read_text(), 5)
 
 
 def test_an_error_of_top_leaves_the_terminal_as_it_was():
@@ -224,7 +215,7 @@ def test_top_that_is_stopped_leaves_the_terminal_meanwhile(job):
         terminal.read(frames_of)
         os.write(terminal.ours, b"\x1a")  # Ctrl-Z
         terminal.read(lambda text: text.endswith(LEAVE))
-        wait_for(lambda: " T " in pathlib.Path(f"/proc/{terminal.process.pid}/stat").read_text())
+        ranks.wait_for(lambda: " T " in pathlib.Path(f"/proc/{terminal.process.pid}/stat").read_text(), 60)
         assert terminal.is_as_before()
         terminal.process.send_signal(signal.SIGCONT)
         terminal.read(lambda text: text.startswith(ENTER) and frames_of(text))
@@ -376,7 +367,7 @@ def test_ranks_of_a_job_are_put_together_unless_they_may_be_of_two():
 def test_a_newcomer_is_of_a_job_that_is_not_known():
     def job_of(**variables):
         with subprocess.Popen(["sleep", "600"], env=variables) as process:
-            wait_for(lambda: pathlib.Path(f"/proc/{process.pid}/cmdline").read_bytes().startswith(b"sleep"))
+            ranks.wait_for(lambda: pathlib.Path(f"/proc/{process.pid}/cmdline").read_bytes().startswith(b"sleep"), 60)
             said = ps._job_of(process.pid)
             process.kill()
         return said
@@ -429,13 +420,10 @@ def test_what_is_asked_wrongly_is_one_message(capsys):
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory):
-    try:
-        with TwoHosts(tmp_path_factory.mktemp("hosts"), has_own_processes=True) as played:
-            launcher = played.farandolerun(1, [sys.executable, __file__])
-            yield played
-        launcher.communicate(timeout=60)
-    except RuntimeError as error:
-        pytest.skip(str(error))
+    with or_skip(TwoHosts(tmp_path_factory.mktemp("hosts"), has_own_processes=True)) as played:
+        launcher = played.farandolerun(1, [sys.executable, __file__])
+        yield played
+    launcher.communicate(timeout=60)
 
 
 @pytest.mark.parametrize("given", ["10.77.0.1,10.77.0.2", "10.77.0.2,10.77.0.3"])
@@ -449,7 +437,7 @@ def test_the_ranks_of_a_job_on_two_hosts(hosts, given):
         told = "  Rank 1 makes the others wait " if is_whole else "1 of 2 ranks, on played2: "
         return said if told in said and "no steps" not in said else None
 
-    said = wait_for(found)  # ranks start one after another
+    said = ranks.wait_for(found, 60)  # ranks start one after another
     rows = [line.split()[:2] for line in said.splitlines()]
     assert ["1", "played2"] in rows
     assert (["0", "played1"] in rows) == ("2 of 2 ranks, on 2 hosts: " in said) == is_whole

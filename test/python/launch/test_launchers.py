@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import farandole
-from hosts import TwoHosts
+from hosts import TwoHosts, or_skip
 from ranks import PYTHON_PATH, THIS_DIR, free_port
 from slurm import Slurm
 from small_training import train
@@ -74,12 +74,9 @@ def test_spawn(digests):
 @pytest.mark.parametrize("is_ipv6", [False, True])
 @pytest.mark.parametrize("is_reversed", [False, True])
 def test_two_hosts(digests, tmp_path, is_ipv6, is_reversed):
-    try:
-        with TwoHosts(tmp_path, is_ipv6=is_ipv6) as hosts:
-            job = hosts.farandolerun(1, SCRIPT, is_reversed=is_reversed)
-            output, _ = job.communicate(timeout=90)
-    except RuntimeError as error:
-        pytest.skip(str(error))
+    with or_skip(TwoHosts(tmp_path, is_ipv6=is_ipv6)) as hosts:
+        job = hosts.farandolerun(1, SCRIPT, is_reversed=is_reversed)
+        output, _ = job.communicate(timeout=90)
     check(subprocess.CompletedProcess(job.args, job.returncode, output), digests[2])
 
 

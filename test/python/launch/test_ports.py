@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from farandole.runner import supervisor
-from hosts import FIRST_ADDRESS, TwoHosts
+from hosts import FIRST_ADDRESS, TwoHosts, or_skip
 from ranks import PYTHON_PATH
 
 pytestmark = [pytest.mark.mpi, pytest.mark.once]
@@ -78,11 +78,8 @@ TAKEN = "import socket, subprocess, sys; s = socket.create_server(('', 50000)); 
 
 @pytest.fixture
 def hosts(tmp_path):
-    try:
-        with TwoHosts(tmp_path) as played:
-            yield played
-    except RuntimeError as error:
-        pytest.skip(str(error))
+    with or_skip(TwoHosts(tmp_path)) as played:
+        yield played
 
 
 def end_of(job):
@@ -144,11 +141,8 @@ def test_two_jobs_of_a_host_share_the_range(hosts):
 def test_a_range_that_is_used_up_is_named(hosts):
     code, text = end_of(launch(hosts, 3, sys.executable, "-c", LISTENS, FARANDOLE_PORTS=f"{FIRST}-{FIRST + 1}"))
     assert code != 0 and "Address already in use, as are all ports of FARANDOLE_PORTS=50000-50001" in text
-    taken = (
-        "import socket, subprocess, sys; s = socket.create_server(('', 50000)); sys.exit(subprocess.call(sys.argv[1:]))"
-    )
     words = [sys.executable, "-m", "farandole.runner", "-np", "2", "true"]
-    code, text = end_of(hosts.start_rank(0, [sys.executable, "-c", taken, *words], FARANDOLE_PORTS="50000-50000"))
+    code, text = end_of(hosts.start_rank(0, [sys.executable, "-c", TAKEN, *words], FARANDOLE_PORTS="50000-50000"))
     why = "rank 0: cannot listen at 127.0.0.1: all ports of FARANDOLE_PORTS=50000-50000 are in use\n"
     assert code == 1 and why in text, text
 

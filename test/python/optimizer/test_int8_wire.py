@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import farandole.torch as fl
-from hosts import FIRST_ADDRESS, TwoHosts, run_python
+from hosts import FIRST_ADDRESS, TwoHosts, or_skip, run_python
 from jobs import on_several
 
 NETWORKS = {"MPI": {}, "TCP": {"FARANDOLE_NETWORK": "tcp", "FARANDOLE_ADDRESS": f"{FIRST_ADDRESS}:29500"}}
@@ -15,11 +15,8 @@ NETWORKS = {"MPI": {}, "TCP": {"FARANDOLE_NETWORK": "tcp", "FARANDOLE_ADDRESS": 
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory):
-    try:
-        with TwoHosts(tmp_path_factory.mktemp("hosts")) as played:
-            yield played
-    except RuntimeError as error:
-        pytest.skip(str(error))
+    with or_skip(TwoHosts(tmp_path_factory.mktemp("hosts"))) as played:
+        yield played
 
 
 @on_several
